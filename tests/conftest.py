@@ -130,6 +130,29 @@ def stories260k_directory(shared: Path, tmp_path_factory) -> Path:
     return directory
 
 
+def edit_json(path: Path, *, without: tuple[str, ...] = (), **changes) -> None:
+    """Change or remove fields of a JSON file."""
+    fields = json.loads(path.read_text(encoding="utf-8")) | changes
+    fields = {key: value for key, value in fields.items() if key not in without}
+    path.write_text(json.dumps(fields), encoding="utf-8")
+
+
+def edit_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    """Change the tensors of a safetensors file in place."""
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def randomize_trained(model: torch.nn.Module) -> torch.nn.Module:
+    """Random values for all that a model trains, such as its adapter."""
+    generator = torch.Generator().manual_seed(6)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+    return model.eval()
+
+
 class HubServer(http.server.ThreadingHTTPServer):
     """A server on this machine that answers like the Hugging Face Hub."""
 
@@ -146,19 +169,19 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         self.server.asked.append((self.command, path))
-        found = self.server.files.get(path)
-        status, code = self.server.errors.get(path, (404, "EntryNotFound") if found is None else (200, None))
-        found = b"" if found is None or status != 200 else found
+        content = self.server.files.get(path)
+        status, code = self.server.errors.get(path, (404, "EntryNotFound") if content is None else (200, None))
+        content = b"" if content is None or status != 200 else content
         self.send_response(status)
         if code is None:
             self.send_header("X-Repo-Commit", self.server.commit)
             self.send_header("ETag", f'"{abs(hash(path)):040x}"')
         else:
             self.send_header("X-Error-Code", code)
-        self.send_header("Content-Length", str(len(found)))
+        self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(found)
+            self.wfile.write(content)
 
     do_HEAD = do_GET
 
@@ -247,28 +270,24 @@ def saved(make_decoder, tmp_path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def edit_config() -> Callable[..., None]:
-    """Change fields of a directory's config.json."""
+def make_lora(saved) -> Callable[..., torch.nn.Module]:
+    """A small decoder with a random adapter beside its weights; the base is in the directory that `saved` returns."""
+    from checkpoints.pretrained import load_pretrained
+    from model.lora import add_lora
 
-    def edit(directory: Path, *, without: tuple[str, ...] = (), **changes) -> None:
-        path = directory / "config.json"
-        fields = json.loads(path.read_text()) | changes
-        path.write_text(json.dumps({key: value for key, value in fields.items() if key not in without}))
+    def make(compute_dtype: torch.dtype = torch.float32, **changes) -> torch.nn.Module:
+        base = saved(**changes)
+        decoder = load_pretrained(base, compute_dtype=compute_dtype, cast=True)
+        fields = {"r": 4, "lora_alpha": 7, "base_model_name_or_path": str(base)}
+        return randomize_trained(add_lora(decoder, fields, seed=7))
 
-    return edit
+    return make
 
 
 @pytest.fixture
 def edit_weights() -> Callable[[Path, Callable], None]:
     """Change the tensors of a directory's model.safetensors in place."""
-
-    def edit(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-        path = directory / "model.safetensors"
-        tensors = load_file(path)
-        change(tensors)
-        save_file(tensors, path)
-
-    return edit
+    return lambda directory, change: edit_tensors(directory / "model.safetensors", change)
 
 
 @pytest.fixture

@@ -54,9 +54,7 @@ def test_standard_input_and_the_newest_run_are_the_default_and_a_chat_prints_the
     assert b"hello" not in answer.stdout and b"assistant" not in answer.stdout
 
 
-def test_the_stories_model_prints_the_bytes_of_the_reference_program_without_importing_the_compiler_of_torch(
-    stories260k_directory, shared
-):
+def test_the_stories_model_prints_the_bytes_of_the_reference_without_importing_dynamo(stories260k_directory, shared):
     """Dynamo takes as long to import as torch itself."""
     code = "import sys, generate; generate.main(); sys.exit('torch._dynamo' in sys.modules)"
     flags = [str(stories260k_directory), "--temperature", "0", "--device", "cpu"]
@@ -65,9 +63,7 @@ def test_the_stories_model_prints_the_bytes_of_the_reference_program_without_imp
     assert result.returncode == 0 and result.stdout == expected.read_bytes()
 
 
-def test_flags_that_are_given_win_over_the_recommended_sampling_even_with_the_value_of_the_default(
-    monkeypatch, folder, capsys
-):
+def test_given_flags_win_over_the_recommended_sampling_even_with_a_default_value(monkeypatch, folder, capsys):
     monkeypatch.setattr("generation.cli.run", run := Mock())
 
     def main(*flags: str) -> tuple:

@@ -41,6 +41,7 @@ train --init-from BAD/pickled -> .*pickled has pickled weights, which can run co
 train --init-from BAD/gguf -> .*gguf has GGUF weights
 generate BAD/adapter --prompt a -> .*nothere does not exist; .*: python generate.py MODEL --adapter .*adapter
 train --init-from BAD/adapter -> .*adapter is an adapter; make it a model: python generate.py '.*adapter' --merge NEW
+train --init-from RUN --lora 4 --norm layer -> --lora leaves the model as it is; leave out --norm and other flags
 train --init-from RUN --lora 4 --optimizer muon -> LoRA needs --optimizer adamw\.
 train --init-from BAD/lfs -> .*lfs/model.safetensors .*git lfs pull
 train --eval-only -> --eval-only needs --init-from

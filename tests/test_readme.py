@@ -1,4 +1,4 @@
-"""Documents (README, its Chinese version, CONTRIBUTING, docs/) name commands, flags, files and sections that exist."""
+"""Documents (README, its Chinese version, CONTRIBUTING, docs/) name what exists; their tables and code are right."""
 
 import re
 import subprocess
@@ -6,6 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from studies.tables import MARKED, filled
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
@@ -24,7 +27,7 @@ def commands(text: str) -> list[str]:
     code = re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     lines = [line for block in code for line in block.splitlines()]
     lines += [" ".join(inline.split()) for inline in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
-    return [part for line in lines for part in line.split("&&") if re.match(r"\s*python (-m )?\w", part)]
+    return [command for line in lines for command in line.split("&&") if re.match(r"\s*python (-m )?\w", command)]
 
 
 def anchors(text: str) -> set[str]:
@@ -74,8 +77,8 @@ def test_the_readme_links_every_document_and_lists_every_package():
 def test_both_languages_of_the_readme_have_the_same_code():
     for pattern in (r"^(?:python|pip|lm_eval)(?: \S+)+", r"```python\n.*?```", r"\]\((docs/\w+\.png)\)"):
         texts = README, TEXTS[ROOT / "README.zh.md"]
-        found = [re.findall(pattern, text, re.MULTILINE | re.DOTALL) for text in texts]
-        assert found[0] == found[1] and found[0]
+        english, chinese = (re.findall(pattern, text, re.MULTILINE | re.DOTALL) for text in texts)
+        assert english == chinese and english
 
 
 def test_every_function_that_a_document_names_exists():
@@ -92,3 +95,32 @@ def test_the_example_of_a_norm_consists_of_lines_of_the_source():
     lines = [line.split("  #")[0].strip() for line in code.splitlines()]
     assert len(lines) >= 4
     assert [line for line in lines if line not in source_lines] == []
+
+
+@pytest.mark.parametrize("document", [path for path in TEXTS if MARKED.search(TEXTS[path])], ids=lambda path: path.name)
+def test_the_tables_of_a_document_are_what_the_records_give(document):
+    text = TEXTS[document]
+    assert filled(text, len(document.relative_to(ROOT).parts) - 1) == text
+    assert text.count("<!-- table:") == text.count("<!-- end -->") == len(MARKED.findall(text))
+
+
+def test_a_table_that_differs_from_its_records_is_written_again_and_the_text_around_it_is_kept():
+    marks = "<!-- table: contrasts factorial bias-2e-3 -->\n{}\n<!-- end -->\nafter\n"
+    first, second = (filled(marks.format(text), depth=1) for text in ("| 0.5 |", ""))
+    assert first == second and first.endswith("<!-- end -->\nafter\n")
+    row = "| [small model, 2,400 steps](../studies/factorial/report.md) | 30 | +0.0029 [+0.0021, +0.0038] |"
+    assert row[:-2] in first and "| [bias alone, rate 2e-3](../studies/bias-2e-3/report.md) | 17 |" in first
+
+
+def test_the_block_runs_and_the_changed_weight_changes_the_losses(stories260k_directory, tmp_path, monkeypatch, capsys):
+    [block] = re.findall(r"^```python\n(.*?)^```", TEXTS[ROOT / "docs" / "model.md"], re.MULTILINE | re.DOTALL)
+    assert block.count("\n") == 10
+    (tmp_path / "runs" / "tiny-rms").mkdir(parents=True)
+    (tmp_path / "runs" / "tiny-rms" / "best").symlink_to(stories260k_directory)
+    monkeypatch.chdir(tmp_path)
+    namespace = {}
+    exec(compile(block, "docs/model.md", "exec"), namespace)
+    inside, ids, [output, *_] = namespace["inside"], namespace["ids"], namespace["outputs"]
+    stream = namespace["decoder"].embed_tokens.weight[ids]
+    assert inside.rms.shape == (11, len(ids)) and output.shape == (1, len(ids), 64) and stream.shape == output[0].shape
+    assert capsys.readouterr().out.count("tensor(") == 2 and torch.isfinite(inside.losses).all()

@@ -1,16 +1,12 @@
-"""Adapters that PEFT wrote for our directories, ours in PEFT, and both merged: equal logits in float32.
+"""Adapters that PEFT wrote for our directories have equal logits; what their directory means, and which are refused."""
 
-What the directory of an adapter means, and which are refused. Some tests need PEFT.
-"""
-
-import json
 import math
 import shutil
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from checkpoints.families import load_config
 from checkpoints.find import find_adapter, find_checkpoint
@@ -18,7 +14,7 @@ from checkpoints.pretrained import load_pretrained, load_weights, open_checkpoin
 from errors import UserError
 from generation.generate import generate
 from generation.settings import Sampling
-from model.lora import add_lora
+from tests.conftest import edit_json, edit_tensors, randomize_trained
 
 LOGITS = 2e-6
 
@@ -28,15 +24,6 @@ def load(directory):
     return load_pretrained(open_checkpoint(*find_adapter(directory)))
 
 
-def randomize(model):
-    """Random values for all that the model trains."""
-    generator = torch.Generator().manual_seed(6)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
-    return model.eval()
-
-
 @pytest.fixture
 def peft_model(saved):
     """A model of transformers, opened from our directory, with an adapter of PEFT whose matrices are all random."""
@@ -44,19 +31,7 @@ def peft_model(saved):
 
     def make(options, **changes):
         base = transformers.AutoModelForCausalLM.from_pretrained(saved(**changes))
-        return randomize(peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options)))
-
-    return make
-
-
-@pytest.fixture
-def lora(saved):
-    """A decoder with a random adapter, not merged."""
-
-    def make(**changes):
-        base = saved(**changes)
-        fields = {"r": 4, "lora_alpha": 8, "base_model_name_or_path": str(base)}
-        return randomize(add_lora(load_pretrained(base).requires_grad_(False), fields, 1))
+        return randomize_trained(peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options)))
 
     return make
 
@@ -86,55 +61,42 @@ def test_adapters_of_peft_have_equal_logits_here(peft_model, tokens, relative, t
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("changes", [{}, {"norm": "layer"}, {"qk_norm": True, "tie_word_embeddings": False}])
-def test_ours_open_in_peft_by_their_directory_alone_with_equal_logits(lora, tokens, relative, tmp_path, changes):
-    peft, decoder = pytest.importorskip("peft"), lora(**changes)
-    save_pretrained(decoder, tmp_path / "adapter")
-    model = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
-    assert relative(decoder(tokens), model(tokens).logits) <= LOGITS
-
-
-@torch.no_grad()
-def test_samples_of_a_model_in_training_have_its_adapter(lora, tokens):
+def test_samples_of_a_model_in_training_have_its_adapter(make_lora, tokens):
     """The faster decoding steps read the weights alone, and would continue the text as the base does."""
-    decoder, ids = lora(), tokens[0, :5].tolist()
-    found = generate(decoder, [ids], max_new_tokens=12, sampling=Sampling(temperature=0)).tokens[0]
+    decoder, ids = make_lora(), tokens[0, :5].tolist()
+    sampled = generate(decoder, [ids], max_new_tokens=12, sampling=Sampling(temperature=0)).tokens[0]
     for _ in range(12):
         ids.append(decoder(torch.tensor([ids]))[0, -1].argmax().item())
-    assert ids[5:] == found
+    assert ids[5:] == sampled
 
 
 @torch.no_grad()
-def test_a_merged_matrix_is_computed_in_float32_and_rounded_once(lora, tmp_path, make_decoder):
-    decoder = lora()
+def test_a_merged_matrix_is_computed_in_float32_and_rounded_once(make_lora, tmp_path, make_decoder):
+    decoder = make_lora()
     save_pretrained(decoder, tmp_path / "adapter")
     save_pretrained(make_decoder().bfloat16(), tmp_path / "model")
     merged, base = load(tmp_path / "adapter"), load_pretrained(tmp_path / "model")
     for layer, plain, adapted in zip(merged.layers, base.layers, decoder.layers, strict=True):
         a, b = (m.weight.double() for m in (adapted.mlp.down_proj.lora_A, adapted.mlp.down_proj.lora_B))
-        exact = plain.mlp.down_proj.weight.double() + 2 * (b @ a)
-        found = layer.mlp.down_proj.weight
-        assert found.dtype == torch.bfloat16
-        assert ((found.double() - exact).abs() <= exact.abs() * (2**-8 + 1e-5) + 1e-6).all()
+        exact = plain.mlp.down_proj.weight.double() + 7 / 4 * (b @ a)
+        rounded = layer.mlp.down_proj.weight
+        assert rounded.dtype == torch.bfloat16
+        assert ((rounded.double() - exact).abs() <= exact.abs() * (2**-8 + 1e-5) + 1e-6).all()
 
 
 OTHER = {"mlp": "gelu", "attention_bias": True, "tie_word_embeddings": False}
 
 
 @pytest.fixture
-def adapter(lora, tmp_path):
-    save_pretrained(lora(**OTHER), tmp_path / "adapter")
+def adapter(make_lora, tmp_path):
+    save_pretrained(make_lora(**OTHER), tmp_path / "adapter")
     return tmp_path / "adapter"
 
 
 def edit(adapter, change=None, **fields):
     """Change the fields and the tensors of an adapter in place."""
-    path, weights = adapter / "adapter_config.json", adapter / "adapter_model.safetensors"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    if change is not None:
-        tensors = load_file(weights)
-        change(tensors)
-        save_file(tensors, weights)
+    edit_json(adapter / "adapter_config.json", **fields)
+    edit_tensors(adapter / "adapter_model.safetensors", change or dict)
 
 
 HEAD, Q = "base_model.model.lm_head.base_layer.weight", "base_model.model.model.layers.1.self_attn.q_proj.lora_"
@@ -156,25 +118,27 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fields", "change", "reason"), REFUSED)
-def test_what_is_more_than_a_and_b_or_does_not_agree_is_refused(adapter, lora, fields, change, reason):
+def test_what_is_more_than_a_and_b_or_does_not_agree_is_refused(adapter, make_lora, fields, change, reason):
     edit(adapter, change, **fields)
     with pytest.raises(UserError, match=rf"adapter cannot be read \(.*{reason}.*; give a plain LoRA"):
         load(adapter)
     if Q in reason:  # and the run that wrote them is not resumed
         with pytest.raises(UserError, match="the run cannot be resumed"):
-            load_weights(lora(**OTHER), adapter)
+            load_weights(make_lora(**OTHER), adapter)
 
 
-def test_an_adapter_of_another_model_is_refused(adapter, lora):
+def test_an_adapter_of_another_model_is_refused(adapter, make_lora):
     for other, reason in ({"num_hidden_layers": 2}, r"no 'model\.layers\.2\."), ({"intermediate_size": 96}, "size"):
-        lora(**OTHER | other)
+        make_lora(**OTHER | other)
         with pytest.raises(UserError, match=rf"adapter cannot be read .*{reason}"):
             load(adapter)
 
 
 @torch.no_grad()
-def test_with_config_json_or_a_copy_of_the_head_it_is_the_same_adapter_and_no_model(adapter, lora, tokens, relative):
-    model, expected = adapter.parent / "model", lora(**OTHER)(tokens)
+def test_with_config_json_or_a_copy_of_the_head_it_is_the_same_adapter_and_no_model(
+    adapter, make_lora, tokens, relative
+):
+    model, expected = adapter.parent / "model", make_lora(**OTHER)(tokens)
     head = load_file(model / "model.safetensors")["lm_head.weight"]
     edit(adapter, lambda t: t.update({HEAD: head.bfloat16()}))  # as of a model that PEFT opened in bfloat16
     for file in ("config.json", "model.safetensors"):  # the last: a model with its adapter

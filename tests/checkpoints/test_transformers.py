@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import load_file
 
 from checkpoints.pretrained import load_config, load_pretrained, save_pretrained
+from model.cache import KeyValueCache
 from model.config import NORMS, PLACEMENTS
 from model.decoder import Decoder
 
@@ -93,19 +94,29 @@ def test_a_saved_model_has_equal_logits_in_transformers_and_is_read_back_bit_equ
     assert torch.equal(again(tokens), decoder(tokens))
 
 
+CONTEXT = 80  # short enough for frequencies rounded to float32
+ROPES = {  # of original contexts that are short enough for every branch to matter
+    "default": {"rope_theta": 400.0},
+    "linear": {"rope_theta": 400.0, "factor": 2.5},
+    "yarn": {"rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 25, "beta_fast": 5.0},
+    "llama3": LLAMA3 | {"rope_theta": 1e4, "original_max_position_embeddings": 20},
+}
 FOREIGN = {
-    "llama": ("Llama", {}),
-    "llama, all biases": ("Llama", {"attention_bias": True}),
-    "llama, own head_dim": ("Llama", {"head_dim": 20}),
-    "qwen2": ("Qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
-    "qwen3": ("Qwen3", {"head_dim": 16}),
-    "qwen3, all biases": ("Qwen3", {"head_dim": 16, "attention_bias": True}),
-    "mistral": ("Mistral", {"sliding_window": None}),
-    "mistral, window": ("Mistral", {"sliding_window": 24}),
-    "qwen2, windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2}),
-    "llama, yarn": ("Llama", {"rope_parameters": {**YARN, "rope_theta": 500.0}}),
-    "stablelm": ("StableLm", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}}),
-    "stablelm, biases": ("StableLm", {"use_qkv_bias": True, "layer_norm_eps": 1e-3, "partial_rotary_factor": 1.0}),
+    "llama": ("Llama", "default", {}),
+    "llama, all biases": ("Llama", "yarn", {"attention_bias": True}),
+    "llama, own head_dim": ("Llama", "llama3", {"head_dim": 20}),
+    "qwen2": ("Qwen2", "linear", {}),
+    "qwen2, windows": ("Qwen2", "default", {"use_sliding_window": True, "sliding_window": 60, "max_window_layers": 2}),
+    "qwen3": ("Qwen3", "yarn", {"head_dim": 16, "use_sliding_window": True, "sliding_window": 60}),
+    "qwen3, all biases": ("Qwen3", "linear", {"head_dim": 12, "attention_bias": True}),
+    "mistral": ("Mistral", "llama3", {"sliding_window": None, "head_dim": 12}),
+    "mistral, window": ("Mistral", "yarn", {"sliding_window": 60}),
+    "stablelm": ("StableLm", "default", {"partial_rotary_factor": 1.0}),
+    "stablelm, biases": (
+        "StableLm",
+        "default",
+        {"use_qkv_bias": True, "layer_norm_eps": 1e-3, "partial_rotary_factor": 1.0},
+    ),
 }
 
 
@@ -113,8 +124,11 @@ FOREIGN = {
 def foreign(shape):
     """A random model of transformers, with norm weights and biases away from their initial values."""
 
-    def make(family: str, changes: dict):
-        config = getattr(transformers, f"{family}Config")(**shape, **changes)
+    def make(family: str, rope: str, changes: dict):
+        rope_parameters = {"rope_type": rope, **ROPES[rope]}
+        fields = {**shape, "max_position_embeddings": CONTEXT, "rope_parameters": rope_parameters, **changes}
+        config = getattr(transformers, f"{family}Config")(**fields)
+        config.eos_token_id = config.pad_token_id = None
         model = getattr(transformers, f"{family}ForCausalLM")(config)
         generator = torch.Generator().manual_seed(8)
         for parameter in model.parameters():
@@ -127,26 +141,42 @@ def foreign(shape):
 
 @torch.no_grad()
 @pytest.mark.parametrize(("tied", "name"), [(i % 2 == 0, name) for i, name in enumerate(FOREIGN)])
-def test_a_model_saved_by_transformers_has_equal_logits_here(foreign, tokens, relative, tmp_path, tied, name):
-    """In one file, in several, and with a config.json as transformers 4 wrote it."""
-    family, changes = FOREIGN[name]
-    model = foreign(family, {"tie_word_embeddings": tied, **changes})
-    expected = model(tokens).logits
+def test_a_model_saved_by_transformers_has_equal_logits_here(foreign, relative, tmp_path, tied, name):
+    """In one file, in several, saved by us, with a config.json as of transformers 4, and token by token when padded."""
+    family, rope, changes = FOREIGN[name]
+    model = foreign(family, rope, {"tie_word_embeddings": tied, **changes})
     model.save_pretrained(tmp_path / "one")
     model.save_pretrained(tmp_path / "sharded", max_shard_size="40KB")
     assert len(list((tmp_path / "sharded").glob("model-*.safetensors"))) > 3
-    for folder in ("one", "sharded"):
-        assert relative(load_pretrained(tmp_path / folder)(tokens), expected) <= LOGITS
+    decoder = load_pretrained(tmp_path / "one")
+    save_pretrained(decoder, tmp_path / "ours")
     path = tmp_path / "one" / "config.json"
     fields = json.loads(path.read_text())
-    rope = fields.pop("rope_parameters")
-    fields |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope, "torch_dtype": fields.pop("dtype")}
+    old_rope = fields.pop("rope_parameters")
+    fields |= {"rope_theta": old_rope.pop("rope_theta"), "rope_scaling": old_rope, "torch_dtype": fields.pop("dtype")}
     path.write_text(json.dumps(fields))
-    assert relative(load_pretrained(tmp_path / "one")(tokens), expected) <= LOGITS
+    tokens = torch.arange(2 * decoder.config.max_position_embeddings).view(2, -1) * 37 % 97
+    expected = model(tokens).logits
+    assert relative(decoder(tokens), expected) <= LOGITS
+    for folder in ("sharded", "ours", "one"):
+        again = load_pretrained(tmp_path / folder)
+        assert again.config == decoder.config and relative(again(tokens), expected) <= LOGITS
+
+    prompt, padding, steps = tokens.flatten()[:120].view(3, 40), torch.tensor([0, 17, 37]), 12
+    options = dict(do_sample=False, max_new_tokens=steps, output_logits=True, return_dict_in_generate=True)
+    mask = torch.arange(40) >= padding[:, None]
+    generated = model.generate(prompt, attention_mask=mask.long(), **options)
+    cache = KeyValueCache(decoder.config, 3, 40 + steps)
+    logits, last = [], prompt
+    for _ in range(steps):
+        logits.append(decoder(last, cache=cache, padding=padding, last_only=True)[:, 0])
+        last = logits[-1].argmax(-1, keepdim=True)
+    assert torch.equal(torch.stack(logits, 1).argmax(-1), generated.sequences[:, 40:])
+    assert relative(torch.stack(logits, 1), torch.stack(generated.logits, 1)) <= LOGITS
 
 
 @pytest.mark.parametrize("changes", [{}, {"qk_norm": True}, {"norm": "layer"}, {"norm": "layer", "norm_bias": False}])
-def test_a_model_that_transformers_has_trained_further_has_equal_logits_here(
+def test_a_model_trained_further_by_transformers_has_equal_logits_here(
     make_config, tokens, relative, tmp_path, load_with_transformers, changes
 ):
     config = make_config(attention_bias=True, tie_word_embeddings=False, **changes)

@@ -6,7 +6,6 @@ itself is asked in test_llama_cpp.py.
 
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,6 @@ import torch
 
 from checkpoints.pretrained import save_pretrained
 from data.tokenizer import load_tokenizer
-from data.train_tokenizer import train_tokenizer
 from errors import UserError
 
 gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install gguf")
@@ -27,20 +25,6 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
-
-
-@pytest.fixture
-def checkpoint(make_decoder, tmp_path) -> Callable[..., tuple]:
-    """A small decoder of 300 ids with the given changes, and the directory it is saved in; its tokenizer has 290."""
-
-    def make(dtype=torch.float32, **changes):
-        decoder, directory = make_decoder(vocab_size=300, **changes).to(dtype), tmp_path / "model"
-        save_pretrained(decoder, directory, bos_token_id=1, eos_token_id=2)
-        text = "the quick brown fox jumps over the lazy dog and runs  away"
-        train_tokenizer([text] * 20, 290, directory / "tokenizer.model").save(directory)
-        return decoder, directory
-
-    return make
 
 
 def read(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
@@ -112,22 +96,18 @@ CASES = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
-def test_the_file_computes_the_same_logits_by_the_conventions_of_llama_cpp(checkpoint, relative, tmp_path, changes):
-    decoder, directory = checkpoint(**{"tie_word_embeddings": False} | changes)
+def test_the_file_computes_the_same_logits_by_the_conventions_of_llama_cpp(chat_model, relative, tmp_path, changes):
+    decoder, directory = chat_model(**{"tie_word_embeddings": False} | changes)
     write_gguf(directory, tmp_path / "model.gguf")
     ids = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(2))
     assert relative(decoder(ids[None])[0], llama_cpp_logits(tmp_path / "model.gguf", ids.tolist())) <= 2e-6
 
 
-@pytest.mark.parametrize(
-    ("stored", "dtype"), [(torch.float32, "float16"), (torch.bfloat16, "float32"), (torch.bfloat16, None)]
-)
-def test_matrices_have_the_dtype_that_was_asked_for_or_stored_and_the_rest_is_float32(
-    checkpoint, tmp_path, dtype, stored
-):
-    decoder, directory = checkpoint(stored, attention_bias=True)
+@pytest.mark.parametrize("stored, dtype", [("float32", "float16"), ("bfloat16", "float32"), ("bfloat16", None)])
+def test_matrices_have_the_dtype_asked_for_or_stored_and_the_rest_is_float32(chat_model, tmp_path, dtype, stored):
+    decoder, directory = chat_model(dtype=getattr(torch, stored), attention_bias=True)
     write_gguf(directory, tmp_path / "model.gguf", dtype)
-    dtype = dtype or str(stored).removeprefix("torch.")
+    dtype = dtype or stored
     fields, tensors = read(tmp_path / "model.gguf")
     types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     assert {types[name] for name, tensor in tensors.items() if tensor.ndim == 2} == {DTYPES[dtype]}
@@ -137,22 +117,22 @@ def test_matrices_have_the_dtype_that_was_asked_for_or_stored_and_the_rest_is_fl
     assert torch.equal(torch.from_numpy(tensors["token_embd.weight"]), expected)
 
 
-def test_matrices_in_8_bits_are_within_half_a_step_of_their_block_and_other_rows_are_refused(checkpoint, tmp_path):
-    decoder, directory = checkpoint(hidden_size=96, intermediate_size=96)
+def test_matrices_in_8_bits_are_within_half_a_step_of_their_block_and_other_rows_are_refused(chat_model, tmp_path):
+    decoder, directory = chat_model(hidden_size=96, intermediate_size=96)
     write_gguf(directory, tmp_path / "model.gguf", "q8_0")
     fields, tensors = read(tmp_path / "model.gguf")
     assert gguf.LlamaFileType(fields["general.file_type"]).name == "MOSTLY_Q8_0"
     blocks = decoder.layers[0].mlp.down_proj.weight.double().unflatten(1, (-1, 32))
-    found = torch.from_numpy(tensors["blk.0.ffn_down.weight"]).view_as(blocks)
+    quantized = torch.from_numpy(tensors["blk.0.ffn_down.weight"]).view_as(blocks)
     steps = blocks.abs().amax(-1, keepdim=True) / 127
-    assert (found - blocks).abs().max() > 0 and ((found - blocks).abs() <= 0.6 * steps).all()
-    _, directory = checkpoint(hidden_size=96, intermediate_size=100)
+    assert (quantized - blocks).abs().max() > 0 and ((quantized - blocks).abs() <= 0.6 * steps).all()
+    _, directory = chat_model(hidden_size=96, intermediate_size=100)
     with pytest.raises(UserError, match=r"ffn_down.* rows that --dtype q8_0 cannot divide by 32"):
         write_gguf(directory, tmp_path / "other.gguf", "q8_0")
 
 
-def test_metadata_describe_the_tokenizer(checkpoint, tmp_path):
-    _, directory = checkpoint()
+def test_metadata_describe_the_tokenizer(chat_model, tmp_path):
+    _, directory = chat_model()
     (directory / "generation_config.json").write_text('{"eos_token_id": [-5, 2, 7, 9, 4294967296]}')
     (directory / "chat_template.jinja").write_text("{{ messages }} ü", encoding="utf-8")
     write_gguf(directory, tmp_path / "model.gguf", name="mine")
@@ -175,15 +155,15 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("changes", "words"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_llama_cpp_cannot_compute_is_refused(checkpoint, tmp_path, changes, words):
-    _, directory = checkpoint(**changes)
+def test_what_llama_cpp_cannot_compute_is_refused(chat_model, tmp_path, changes, words):
+    _, directory = chat_model(**changes)
     with pytest.raises(UserError, match=words):
         write_gguf(directory, tmp_path / "model.gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_weights_that_float16_cannot_hold_are_refused_and_nothing_incomplete_is_left(checkpoint, tmp_path):
-    decoder, directory = checkpoint()
+def test_weights_that_float16_cannot_hold_are_refused_and_nothing_incomplete_is_left(chat_model, tmp_path):
+    decoder, directory = chat_model()
     decoder.layers[1].mlp.down_proj.weight.data[3, 4] = 1e5
     save_pretrained(decoder, directory)
     with pytest.raises(UserError, match=r"blk.1.ffn_down.weight .* float16 .*1e\+05.*--dtype bfloat16"):
@@ -194,8 +174,8 @@ def test_weights_that_float16_cannot_hold_are_refused_and_nothing_incomplete_is_
         write_gguf(directory, tmp_path / "model.gguf")
 
 
-def test_the_command_takes_a_run_folder(checkpoint, tmp_path):
-    _, directory = checkpoint()
+def test_the_command_takes_a_run_folder(chat_model, tmp_path):
+    _, directory = chat_model()
     directory.rename(tmp_path / "best")
     (tmp_path / "best" / "state.json").write_text("{}")  # the last file of a save
     command = [sys.executable, "-m", "contrib.gguf", tmp_path, tmp_path / "out.gguf", "--dtype", "float16"]

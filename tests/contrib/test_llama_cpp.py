@@ -97,11 +97,8 @@ def trained(request, tmp_path_factory) -> Path:
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_a_trained_model_gives_the_same_ids_text_and_perplexity(trained, tmp_path, dtype):
-    tokenizer, decoder, other = (
-        load_tokenizer(trained),
-        load_pretrained(trained).eval(),
-        LlamaCpp(trained, tmp_path, dtype),
-    )
+    tokenizer, decoder = load_tokenizer(trained), load_pretrained(trained).eval()
+    other = LlamaCpp(trained, tmp_path, dtype)
     for parameter in decoder.parameters():
         if parameter.ndim > 1:
             parameter.data = parameter.data.to(getattr(torch, dtype)).float()
@@ -157,5 +154,5 @@ def test_every_pre_tokenizer_gives_the_same_ids(make_decoder, library_text, tmp_
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
     save_pretrained(make_decoder(vocab_size=3000), tmp_path)
     tokenizer, other = load_tokenizer(tmp_path), LlamaCpp(tmp_path, tmp_path)
-    texts = TEXTS + [part for document in text[:20] for part in (document[:3000], document[-500:])]
+    texts = TEXTS + [passage for document in text[:20] for passage in (document[:3000], document[-500:])]
     assert [other.encode(text) for text in texts] == [tokenizer.encode(text) for text in texts]

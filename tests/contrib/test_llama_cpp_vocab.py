@@ -55,9 +55,9 @@ KNOWN = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_known_way_to_split_text_has_its_name(byte_level, name):
     pre_tokenizer, ignore_merges = KNOWN[name]
-    found = llama_cpp_vocabulary(byte_level(pre_tokenizer, ignore_merges=ignore_merges), 300)
-    assert (found.pre_tokenizer, found.merges, found.notes) == (name, ["a b", "ab c"], [])
-    assert found.types[258:262] == [CONTROL, USER_DEFINED, UNUSED, UNUSED]
+    vocabulary = llama_cpp_vocabulary(byte_level(pre_tokenizer, ignore_merges=ignore_merges), 300)
+    assert (vocabulary.pre_tokenizer, vocabulary.merges, vocabulary.notes) == (name, ["a b", "ab c"], [])
+    assert vocabulary.types[258:262] == [CONTROL, USER_DEFINED, UNUSED, UNUSED]
 
 
 UNKNOWN = {
@@ -89,23 +89,28 @@ def test_a_sentencepiece_model_keeps_its_pieces_scores_and_types(tmp_path):
     ours = train_tokenizer(["some text  to train on, and more text"] * 9, 290, tmp_path / "t.model")
     ours.save(tmp_path)
     (tmp_path / "added_tokens.json").write_text('{"<pad>": 290}')
-    found = llama_cpp_vocabulary(load_tokenizer(tmp_path), 300)
+    vocabulary = llama_cpp_vocabulary(load_tokenizer(tmp_path), 300)
     processor = sentencepiece.SentencePieceProcessor(model_proto=ours.files["tokenizer.model"])
-    assert (found.kind, found.add_space_prefix, found.merges, found.notes) == ("llama", False, [], [])
+    assert (vocabulary.kind, vocabulary.add_space_prefix, vocabulary.merges, vocabulary.notes) == (
+        "llama",
+        False,
+        [],
+        [],
+    )
     pieces = [processor.id_to_piece(i) for i in range(290)]
-    assert found.tokens == [*pieces, "<pad>"] + [f"[PAD{i}]" for i in range(291, 300)]
-    assert found.scores[:290] == [processor.get_score(i) for i in range(290)]
-    assert found.types[:8] == [2, 3, 3, 3, 3, 3, 3, 6] and {*found.types[7:263]} == {6}
-    assert {*found.types[263:290]} == {1} and found.types[290:] == [USER_DEFINED] + [UNUSED] * 9
+    assert vocabulary.tokens == [*pieces, "<pad>"] + [f"[PAD{i}]" for i in range(291, 300)]
+    assert vocabulary.scores[:290] == [processor.get_score(i) for i in range(290)]
+    assert vocabulary.types[:8] == [2, 3, 3, 3, 3, 3, 3, 6] and {*vocabulary.types[7:263]} == {6}
+    assert {*vocabulary.types[263:290]} == {1} and vocabulary.types[290:] == [USER_DEFINED] + [UNUSED] * 9
     train_tokenizer(["other words"] * 9, 275, tmp_path / "tokenizer.model")
     with pytest.raises(UserError, match=r"tokenizer\.json gives other ids than its tokenizer\.model"):
         llama_cpp_vocabulary(load_tokenizer(tmp_path), 300)
 
 
 def test_a_model_that_adds_and_drops_spaces_says_so(llama):
-    found = llama_cpp_vocabulary(llama, 512)
-    assert found.add_space_prefix
-    assert [note for note in found.notes if "drops extra spaces" in note] == found.notes != []
+    vocabulary = llama_cpp_vocabulary(llama, 512)
+    assert vocabulary.add_space_prefix
+    assert [note for note in vocabulary.notes if "drops extra spaces" in note] == vocabulary.notes != []
 
 
 def test_special_tokens_that_llama_cpp_finds_in_plain_text_are_named(tmp_path):
@@ -115,12 +120,12 @@ def test_special_tokens_that_llama_cpp_finds_in_plain_text_are_named(tmp_path):
 
 
 def test_qwens_tokenizer_is_known_to_llama_cpp_with_all_its_tokens_and_merges(qwen, qwen_folder):
-    found = llama_cpp_vocabulary(qwen, 151936)
+    vocabulary = llama_cpp_vocabulary(qwen, 151936)
     content = json.loads((qwen_folder / "tokenizer.json").read_text(encoding="utf-8"))
-    assert (found.kind, found.pre_tokenizer, found.add_space_prefix) == ("gpt2", "qwen2", False)
-    assert all(found.tokens[i] == token for token, i in content["model"]["vocab"].items())
-    assert found.merges == content["model"]["merges"] and found.types[:151643] == [1] * 151643
+    assert (vocabulary.kind, vocabulary.pre_tokenizer, vocabulary.add_space_prefix) == ("gpt2", "qwen2", False)
+    assert all(vocabulary.tokens[i] == token for token, i in content["model"]["vocab"].items())
+    assert vocabulary.merges == content["model"]["merges"] and vocabulary.types[:151643] == [1] * 151643
     for i, token, kind in ((151645, "<|im_end|>", CONTROL), (151657, "<tool_call>", USER_DEFINED)):
-        assert (found.tokens[i], found.types[i]) == (token, kind)
-    assert (found.tokens[151665], found.types[151665:]) == ("[PAD151665]", [UNUSED] * 271)
-    assert [note for note in found.notes if "NFC" in note] == found.notes != []
+        assert (vocabulary.tokens[i], vocabulary.types[i]) == (token, kind)
+    assert (vocabulary.tokens[151665], vocabulary.types[151665:]) == ("[PAD151665]", [UNUSED] * 271)
+    assert [note for note in vocabulary.notes if "NFC" in note] == vocabulary.notes != []

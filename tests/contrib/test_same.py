@@ -15,18 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from checkpoints.pretrained import load_pretrained, save_pretrained
 from contrib import same
-from data.chat import add_chat_template
-from data.train_tokenizer import train_tokenizer
 from errors import UserError
 from model.lora import add_lora
+from tests.conftest import edit_json, edit_tensors, randomize_trained
 
 ROOT = Path(__file__).parents[2]
-TEXT = ["the quick brown fox jumps over the lazy dog and runs  away"] * 20
 FAMILIES = {
     "llama": {},
     "llama, biases of q, k and v": {"attention_bias": True, "tie_word_embeddings": False},
@@ -38,16 +34,9 @@ REFUSED = {"norm_placement": "post"}  # by transformers and llama.cpp
 
 
 @pytest.fixture
-def good(make_decoder, tmp_path):
+def good(chat_model):
     """Write a small chat model with the given changes, and return its directory."""
-
-    def make(name: str = "good", **changes) -> Path:
-        tokenizer = add_chat_template(train_tokenizer(TEXT, 290, tmp_path / "tokenizer.model"))
-        save_pretrained(make_decoder(**{"vocab_size": 300} | changes), tmp_path / name, bos_token_id=1, eos_token_id=2)
-        tokenizer.save(tmp_path / name)
-        return tmp_path / name
-
-    return make
+    return lambda name="good", **changes: chat_model(name, **changes)[1]
 
 
 @pytest.fixture
@@ -67,20 +56,12 @@ def compare(capsys):
     return run
 
 
-def edit_json(path: Path, **changes) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
-
-
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES.keys())
 def test_a_good_directory_of_every_family_has_no_difference(good, compare, changes):
     status, differences = compare(good(**changes))
     assert status == 0 and {*map(len, differences.values())} == {0}
     assert next(iter(differences)).startswith("transformers 5")
     assert any("llama" in program for program in differences) == HAS_LLAMA_CPP
-
-
-def rope_theta(folder: Path) -> None:
-    edit_json(folder / "config.json", rope_theta=2e4, rope_parameters={"rope_type": "default", "rope_theta": 2e4})
 
 
 def no_special_flag(folder: Path) -> None:
@@ -96,27 +77,22 @@ def two_bos(folder: Path) -> None:
 
 def other_head(folder: Path) -> None:
     edit_json(folder / "config.json", tie_word_embeddings=False)
-    tensors = load_file(folder / "model.safetensors")
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] * 1.001
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    larger = lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] * 1.001})  # noqa: E731
+    edit_tensors(folder / "model.safetensors", larger)
 
 
 LOGITS = {"logits", "loss per token"}
 FAULTS = {
-    "another base of the rotation": (rope_theta, LOGITS, r"position ([1-9]|\d\d), token \d+: ours -?\d.*, theirs -?\d"),
-    "a token that is not special": (
-        no_special_flag,
-        {"ids of texts"},
-        r"'<unk>a<s>.* from \d+: ours \[.*, theirs \[6\]",
+    "another base of the rotation": (
+        lambda d: edit_json(d / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 2e4}),
+        LOGITS,
+        r"position ([1-9]|\d\d), token \d+: ours -?\d.*, theirs -?\d",
     ),
+    "not special": (no_special_flag, {"ids of texts"}, r"'<unk>a<s>.* from \d+: ours \[.*, theirs \[6\]"),
     "a second BOS": (two_bos, {"conversations"}, r"'conversation 1' 'text' from 4: ours .*, theirs 's><\|user"),
     "another head": (other_head, LOGITS, r"position 0, token \d+: "),
     "ten times the eps": (lambda d: edit_json(d / "config.json", rms_norm_eps=1e-4), LOGITS, "position 0, token"),
-    "another EOS": (
-        lambda d: edit_json(d / "generation_config.json", eos_token_id=2),
-        {"EOS"},
-        r"ours \[6\], theirs \[\]",
-    ),
+    "EOS": (lambda d: edit_json(d / "generation_config.json", eos_token_id=2), {"EOS"}, r"ours \[6\], theirs \[\]"),
     "another temperature": (
         lambda d: edit_json(d / "generation_config.json", do_sample=True, temperature=0.71, top_k=0),
         {"sampling"},
@@ -145,20 +121,15 @@ def test_faults_that_only_one_program_falls_for_are_found_in_the_directory_alone
     assert cells.keys() == {"conversations"} and " 'ids' from 0: ours [1, 4" in cells["conversations"]
     edit_json(model / "tokenizer_config.json", split_special_tokens=False, add_bos_token=False)
     [cells] = compare(model, programs="transformers")[1].values()
-    assert cells.keys() == {"ids with BOS"} and re.fullmatch(
-        r"from 0: ours \[(\d+)\], theirs \[1, \1\]", cells["ids with BOS"]
-    )
+    assert cells.keys() == {"ids with BOS"}
+    assert re.fullmatch(r"from 0: ours \[(\d+)\], theirs \[1, \1\]", cells["ids with BOS"])
 
 
 def test_an_adapter_is_asked_in_peft_and_half_of_its_alpha_is_found(good, compare, tmp_path):
     pytest.importorskip("peft")
     model = good()
-    decoder = load_pretrained(model).requires_grad_(False)
-    adapted = add_lora(decoder, {"r": 4, "lora_alpha": 8, "base_model_name_or_path": str(model)}, 1)
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:
-            parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(6)) * 0.1
-    save_pretrained(adapted, tmp_path / "adapter")
+    adapted = add_lora(load_pretrained(model), {"r": 4, "lora_alpha": 8, "base_model_name_or_path": str(model)}, 1)
+    save_pretrained(randomize_trained(adapted), tmp_path / "adapter")
     other = shutil.copytree(tmp_path / "adapter", tmp_path / "other")
     edit_json(other / "adapter_config.json", lora_alpha=4)
     _, differences = compare(tmp_path / "adapter", programs=".*(prenorm|peft)", other=str(other))
@@ -177,10 +148,8 @@ def test_who_refuses_says_so_and_does_not_agree(good, compare):
 def test_logits_that_are_not_finite_or_too_many_are_differences(good, compare, tmp_path):
     model, other = good(), good("other", vocab_size=301)
     assert compare(model, other=str(other))[1]["other in prenorm"]["logits"] == "ours 300 logits, theirs 301"
-    broken = np.full((2, 3), np.nan)
-    assert same.difference(np.ones((2, 3)), broken, [0, 7], np.ones(2)).startswith(
-        "position 0, token 0: ours 1, theirs nan"
-    )
+    cell = same.difference(np.ones((2, 3)), np.full((2, 3), np.nan), [0, 7], np.ones(2))
+    assert cell.startswith("position 0, token 0: ours 1, theirs nan")
 
 
 def test_no_code_of_a_checkpoint_is_executed_and_nothing_is_unpickled(good, compare, tmp_path):

@@ -1,9 +1,17 @@
-"""The order in which batches take a token stream, and the windows of an evaluation."""
+"""Documents for training and validation, streams of units, the order of batches, and the windows of an evaluation."""
+
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from data import split as split_module
 from data.batches import batch, number_documents, permute, validation_windows
+from data.settings import DataSettings
+from data.split import DUPLICATE, TRAIN, VALIDATION, split_documents
+from data.tokens import DOCUMENT, TokenStream
 
 STREAM = np.arange(1003, dtype=np.uint16)  # each token is its own position, so a window shows where it was taken
 T, B = 10, 7
@@ -33,17 +41,17 @@ def test_an_epoch_takes_every_window_once_in_another_order_each_time():
 def test_the_order_does_not_depend_on_how_it_is_divided_into_batches_and_shares(size):
     for first in (0, 90, 96, 102, 1200):  # 96 and 102 lie across the end of an epoch
         whole = rows(0, first=first, size=6)
-        parts = [rows(0, first=first + start, size=size) for start in range(0, 6, size)]
+        batches = [rows(0, first=first + start, size=size) for start in range(0, 6, size)]
         for i in (0, 1):  # inputs, targets
-            assert np.array_equal(np.concatenate([part[i] for part in parts]), whole[i])
+            assert np.array_equal(np.concatenate([batch[i] for batch in batches]), whole[i])
     assert not np.array_equal(rows(124)[0], rows(123)[0]) and not np.array_equal(rows(123, seed=6)[0], rows(123)[0])
 
 
 def test_the_order_of_windows_is_a_bijection_for_any_count():
     keys = np.random.SeedSequence(5).generate_state(4, np.uint64)
     for count in [*range(1, 300), 4095, 4096, 4097, 100_003]:
-        found = permute(np.arange(count), count, keys).astype(np.int64)
-        assert len(found) == count and (np.bincount(found, minlength=count) == 1).all(), count
+        order = permute(np.arange(count), count, keys).astype(np.int64)
+        assert len(order) == count and (np.bincount(order, minlength=count) == 1).all(), count
 
 
 def test_neighbours_do_not_stay_neighbours_and_keys_give_other_orders():
@@ -63,10 +71,11 @@ def test_evaluation_predicts_every_token_but_the_first_once(length):
     for inputs, targets in validation_windows(stream, T, B):
         assert inputs.shape == targets.shape == (B, T)
         assert inputs.dtype == targets.dtype == np.int64
-        kept = targets != -100
-        assert np.array_equal(targets[kept], np.arange(expected, expected + kept.sum()))
-        assert np.array_equal(inputs[kept] + 1, targets[kept]) and not inputs[~kept].any() and kept.any()
-        expected += int(kept.sum())
+        predicted = targets != -100
+        assert np.array_equal(targets[predicted], np.arange(expected, expected + predicted.sum()))
+        assert np.array_equal(inputs[predicted] + 1, targets[predicted])
+        assert predicted.any() and not inputs[~predicted].any()
+        expected += int(predicted.sum())
     assert expected == length
 
 
@@ -80,3 +89,83 @@ def test_documents_are_numbered_from_the_ids_that_begin_them():
         inputs, targets, documents = number_documents(plain, 1)
         assert inputs is plain[0] and targets is plain[1]
         assert np.array_equal(np.diff(documents, axis=1), inputs[:, 1:] == 1)
+
+
+def table_of(hashes, sizes=100, tokens=3) -> np.ndarray:
+    table = np.ones(len(hashes), DOCUMENT)
+    table["hash"], table["bytes"], table["tokens"] = hashes, sizes, tokens
+    return table
+
+
+def random_table(count: int) -> np.ndarray:
+    generator = np.random.default_rng(0)
+    return table_of(generator.integers(0, 2**63, count), generator.integers(1, 200, count))
+
+
+def kinds_of(table: np.ndarray, fraction: float = 0.05, salt: int = 0) -> np.ndarray:
+    return split_documents(table, DataSettings(validation_fraction=fraction, validation_salt=salt))
+
+
+def test_of_equal_documents_the_first_is_kept():
+    kinds = kinds_of(table_of([5, 6, 5, 7, 6, 5]), fraction=0)
+    assert kinds.tolist() == [TRAIN, TRAIN, DUPLICATE, TRAIN, DUPLICATE, DUPLICATE]
+
+
+def test_validation_gets_about_its_fraction_of_the_bytes():
+    table = random_table(20_000)
+    for fraction in (0.01, 0.05, 0.3):
+        taken = table["bytes"][kinds_of(table, fraction) == VALIDATION].sum() / table["bytes"].sum()
+        assert taken == pytest.approx(fraction, rel=0.15)
+
+
+def test_a_document_is_chosen_by_its_text_alone_and_another_salt_chooses_others():
+    def chosen(table: np.ndarray, salt: int = 0) -> set[int]:
+        return set(table["hash"][kinds_of(table, salt=salt) == VALIDATION].tolist())
+
+    table = random_table(2000)
+    mixed = np.random.default_rng(1).permutation(table)[:1900]
+    assert chosen(mixed) == chosen(table) & set(mixed["hash"].tolist())
+    assert len(chosen(table) & chosen(table, salt=1)) < 0.2 * len(chosen(table))
+
+
+def test_validation_ends_at_its_limit_in_the_order_of_files(monkeypatch):
+    monkeypatch.setattr(split_module, "MAX_VALIDATION", 1000)
+    table = random_table(2000)
+    kinds = kinds_of(table, 0.3)
+    assert 1000 <= table["bytes"][kinds == VALIDATION].sum() <= 1200
+    assert np.flatnonzero(kinds == VALIDATION)[-1] < 100
+
+
+def test_one_huge_document_is_not_for_validation():
+    table = table_of([*range(1, 301), *[2] * 3000], [2000] + [50] * 3299)  # copies do not raise its share
+    assert all(kinds_of(table, 0.05, salt)[0] == TRAIN for salt in range(100))
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=30), fraction=st.floats(0, 1))
+def test_something_remains_to_train_on(sizes, fraction):
+    hashes = np.random.default_rng(sum(sizes)).integers(0, 2**63, len(sizes))
+    assert TRAIN in kinds_of(table_of(hashes, sizes), fraction)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_a_stream_is_the_chosen_documents_end_to_end(tmp_path_factory, data):
+    """Against plain lists, for any documents in any units, any choice of them and any slice."""
+    folder, units, chosen, expected = tmp_path_factory.mktemp("stream"), [], [], []
+    draw_unit = st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=4)
+    for number, unit in enumerate(data.draw(st.lists(draw_unit, min_size=1, max_size=4))):
+        ids, path = np.arange(sum(tokens for tokens, _ in unit), dtype="<u2") + 1000 * number, folder / f"{number}.bin"
+        ids.tofile(path)
+        table = table_of([0] * len(unit), tokens=[tokens for tokens, _ in unit])
+        units.append(SimpleNamespace(path=path, table=table, tokenizer=SimpleNamespace(dtype=ids.dtype)))
+        for tokens, is_chosen in unit:
+            chosen.append(is_chosen)
+            expected += ids[:tokens].tolist() * is_chosen
+            ids = ids[tokens:]
+    stream = TokenStream(units, chosen)
+    assert len(stream) == len(expected) and stream[:].tolist() == expected
+    start, stop = data.draw(st.integers(0, len(expected) + 1)), data.draw(st.integers(0, len(expected) + 3))
+    assert stream[start:stop].tolist() == expected[start:stop]
+    stream.length = min(stop, len(expected))
+    assert stream[:].tolist() == expected[:stop]

@@ -69,9 +69,9 @@ def without_generation(tokenizer):
     return tokenizer
 
 
-def hand_marked(tokenizer, parts: list[tuple[str | list[int], bool]]) -> tuple[list[int], list[int]]:
+def hand_marked(tokenizer, spans: list[tuple[str | list[int], bool]]) -> tuple[list[int], list[int]]:
     """The ids of ids and markup, and whether each part is learned. No id may reach over two of them."""
-    ids = [(tokenizer.encode_special(p, "mark").ids if isinstance(p, str) else p, learned) for p, learned in parts]
+    ids = [(tokenizer.encode_special(p, "mark").ids if isinstance(p, str) else p, learned) for p, learned in spans]
     return [i for some, _ in ids for i in some], [int(learned) for some, learned in ids for _ in some]
 
 
@@ -83,12 +83,12 @@ def test_without_generation_blocks_answers_are_the_spans_that_were_marked_by_han
         said("Hello", "Hi.", typed, "a", system="x"),
         said("2 + 2?", "4", "And 漢字 ☺?", "漢字 ☺", system="Be terse."),
     ):
-        parts, own = [], [("<s>", False)]
+        spans, own = [], [("<s>", False)]
         for message in messages:
             role, text, is_answer = message["role"], message["content"], message["role"] == "assistant"
-            parts += [(f"<|im_start|>{role}\n", False), (qwen.encode(text), is_answer), ("<|im_end|>\n", is_answer)]
+            spans += [(f"<|im_start|>{role}\n", False), (qwen.encode(text), is_answer), ("<|im_end|>\n", is_answer)]
             own += [(f"<|{role}|>", False), (ours.encode(text), is_answer), ("<|end|>", is_answer)]
-        assert encode(ChatFormat(qwen), messages) == hand_marked(qwen, parts)
+        assert encode(ChatFormat(qwen), messages) == hand_marked(qwen, spans)
         for tokenizer in (add_chat_template(ours), without_generation(ours)):
             assert encode(ChatFormat(tokenizer), messages) == hand_marked(ours, own)
 
@@ -134,25 +134,23 @@ def prepared(path: str | Path, tokenizer: Path, cache: Path, **changes) -> Conve
     return prepare(dataclasses.replace(settings, **changes), tokenizer)
 
 
-def packed(part: np.ndarray, tokenizer) -> list[tuple[str, str]]:
+def packed(rows: np.ndarray, tokenizer) -> list[tuple[str, str]]:
     """The conversations in rows: the text of each, and the text of what is learned."""
-    found = []
-    for ids, learned, documents in part.transpose(1, 0, 2):
+    texts = []
+    for ids, learned, documents in rows.transpose(1, 0, 2):
         assert (np.diff(documents[documents > 0].astype(int), prepend=1) >= 0).all(), "one after another"
         for number in range(1, documents.max() + 1):
             here = documents == number
-            found.append((tokenizer.decode(ids[here], special=True), tokenizer.decode(ids[here & (learned > 0)])))
-    return found
+            texts.append((tokenizer.decode(ids[here], special=True), tokenizer.decode(ids[here & (learned > 0)])))
+    return texts
 
 
-def test_rows_of_all_formats_and_keys_are_packed_whole_and_once_and_a_damaged_cache_is_refused(
-    tokenizer_file, tmp_path, capsys
-):
+def test_rows_of_all_formats_are_packed_whole_and_once_and_a_damaged_cache_is_refused(tokenizer_file, tmp_path, capsys):
     write_rows(tmp_path / "rows", ROWS)
     changes = dict(sequence_length=100, validation_fraction=0.3)
     corpus = prepared(tmp_path / "rows", tokenizer_file, tmp_path, **changes)
     assert "files left out, as they are text and not rows: 1 (the first: " in capsys.readouterr().err
-    train, validation = (packed(part, corpus.tokenizer) for part in (corpus.train, corpus.validation))
+    train, validation = (packed(rows, corpus.tokenizer) for rows in (corpus.train, corpus.validation))
     expected = []
     for row in ROWS:
         text = "<s>" + "".join(f"<|{m['role']}|>{m['content']}<|end|>" for m in row)
@@ -161,8 +159,8 @@ def test_rows_of_all_formats_and_keys_are_packed_whole_and_once_and_a_damaged_ca
     assert corpus.train.shape[2] == corpus.validation.shape[2] == 101
     (inputs, targets, documents), *_ = corpus.validation_batches(100, 3)
     assert inputs.dtype == targets.dtype == documents.dtype == np.int64
-    kept = targets >= 0
-    assert np.array_equal(targets[:, :-1][kept[:, :-1]], inputs[:, 1:][kept[:, :-1]]) and kept.any()
+    learned = targets >= 0
+    assert np.array_equal(targets[:, :-1][learned[:, :-1]], inputs[:, 1:][learned[:, :-1]]) and learned.any()
     assert corpus.prompts[0].startswith("What is ")
     assert "+ It is" in corpus.show_row() and "  <s><|system|>Be.<|end|><|user|>What is" in corpus.show_row()
     again = prepared(tmp_path / "rows", tokenizer_file, tmp_path, **changes)
@@ -256,9 +254,9 @@ def test_a_tokenizer_of_ours_gets_a_template_that_ends_answers_and_saves_it(ours
 def test_questions_about_python_come_from_its_own_docstrings():
     files = {Path(file.name).stem: file for file in resolve(DataSettings(data=("python-chat",)))}
     chosen = [files[name] for name in ("shutil", "posixpath", "ntpath", "_strptime")]
-    found = [row["messages"] for file in chosen for row in questions_and_answers(file.fetch())]
-    assert [[m["role"] for m in messages] for messages in found] == [["user", "assistant"]] * len(found)
-    pairs = {question["content"]: answer["content"] for question, answer in found}
+    conversations = [row["messages"] for file in chosen for row in questions_and_answers(file.fetch())]
+    assert [[m["role"] for m in messages] for messages in conversations] == [["user", "assistant"]] * len(conversations)
+    pairs = {question["content"]: answer["content"] for question, answer in conversations}
     copytree = "Recursively copy a directory tree and return the destination directory"
     assert pairs["What does shutil.copytree do?"] == f"{copytree}."
     assert pairs[f"Which function of shutil does this: {copytree}?"] == "That is shutil.copytree."

@@ -1,7 +1,10 @@
-"""Where text comes from: names, files, folders, patterns, formats, and what a user reads when something is wrong."""
+"""Where text comes from: names, files, folders, patterns, formats, data sets of the Hub, and errors."""
 
 import gzip
+import io
 import json
+import random
+import re
 import sysconfig
 from pathlib import Path
 
@@ -9,8 +12,9 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from data.corpus import Corpus, prepare
 from data.settings import DataSettings
-from data.sources import FORMATS, resolve
+from data.sources import FORMATS, KNOWN, resolve
 from errors import UserError
 from tests.data.conftest import read
 
@@ -32,7 +36,7 @@ def write_jsonl(path: Path, rows: list[object]) -> None:
 def test_the_default_corpus_is_the_standard_library_and_its_prose_without_tests_and_tables(library_text):
     root = Path(sysconfig.get_path("stdlib"))
     names = {Path(file.name).relative_to(root).as_posix() for file in resolve(DataSettings())}
-    folders = {part for name in names for part in Path(name).parts[:-1]}
+    folders = {folder for name in names for folder in Path(name).parts[:-1]}
     assert not folders & {"test", "tests", "idlelib", "tkinter", "lib2to3", "distutils", "site-packages", "__pycache__"}
     assert {"argparse.py", "json/decoder.py", "encodings/utf_8.py", "encodings/idna.py"} <= names
     assert not names & {"encodings/cp037.py", "encodings/mac_arabic.py", "encodings/koi8_r.py"}
@@ -67,9 +71,7 @@ def test_folders_and_patterns_are_sorted_and_take_only_text_and_links_to_folders
     assert line == f"skipped: {tmp_path}/b/linked is a link to a folder; name it in --data too"
 
 
-def test_files_of_a_folder_that_are_not_utf8_are_left_out_with_the_reason_and_so_are_nulls(
-    tmp_path, monkeypatch, capsys
-):
+def test_files_of_a_folder_that_are_not_utf8_are_left_out_and_so_are_nulls(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("data.readers.BLOCK", 100)
     (tmp_path / "a.txt").write_bytes("text".encode("utf-16"))
     (tmp_path / "b.txt").write_bytes(b"a\0b")
@@ -111,3 +113,76 @@ def test_a_name_wins_over_a_folder_and_a_path_is_the_folder(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     assert len(resolve(DataSettings())) > 100
     assert read("./python") == ["own"]
+
+
+def publish(hub, dataset: str, revision: str, texts: dict[str, str]) -> list[str]:
+    """Put a data set on the server, twenty documents a file; returns the paths of its files there."""
+    files, generator = {}, random.Random(0)
+    for name, text in texts.items():
+        written, documents = io.BytesIO(), [f"{text} {n} {generator.randbytes(500).hex()}" for n in range(20)]
+        parquet.write_table(pyarrow.table({"text": documents}), written)
+        files[f"/datasets/{dataset}/resolve/{hub.commit}/{name}"] = written.getvalue()
+    siblings = [{"rfilename": name, "size": 1000} for name in [*texts, "README.md"]]
+    info = {"id": dataset, "sha": hub.commit, "siblings": siblings}
+    hub.files |= files | {f"/api/datasets/{dataset}/revision/{revision}": json.dumps(info).encode()}
+    return [*files]
+
+
+@pytest.fixture
+def prepared(tmp_path, tokenizer_file):
+    return lambda name: prepare(DataSettings(data=(name,), cache=str(tmp_path / "cache")), tokenizer_file)
+
+
+def text_of(corpus: Corpus) -> str:
+    return corpus.tokenizer.decode(corpus.train[:])
+
+
+@pytest.fixture
+def numbers(hub) -> list[str]:
+    """A data set of nine files in a folder, and one beside it."""
+    texts = {f"part/{n}.parquet": f"file {n}" for n in range(9)}
+    beside = {name: "other" for name in ("other.parquet", "part-2/0.parquet", "part.parquet")}
+    return publish(hub, "owner/numbers", "main", texts | beside)
+
+
+def test_a_data_set_is_read_in_order_and_downloaded_once(hub, numbers, prepared):
+    corpus = prepared("hub:owner/numbers/part")
+    read_files = list(dict.fromkeys(re.findall("file [0-9]|other", text_of(corpus))))
+    assert read_files == [f"file {n}" for n in range(9)]
+    assert {path for _, path in hub.asked if "/resolve/" in path} == set(numbers[:9])
+    hub.asked.clear()
+    again = prepared("hub:owner/numbers/part")
+    assert again.text_hash == corpus.text_hash and not hub.asked
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_a_known_text_is_its_files_of_a_data_set(tmp_path, hub, prepared, name):
+    dataset, revision, begin = KNOWN[name]
+    publish(hub, dataset, revision.replace("/", "%2F"), {f"{begin}{n}.parquet": f"{name} {n}" for n in range(2)})
+    text = text_of(prepared(name))
+    assert f"{name} 0 " in text and f"{name} 1 " in text
+    assert list((tmp_path / "hub").glob("datasets--*")), "where every other program looks"
+
+
+def test_the_list_of_a_data_set_is_kept_for_each_revision(hub, prepared):
+    dataset, revision, begin = KNOWN["shakespeare"]
+    publish(hub, dataset, "main", {"plain.parquet": "of main"})
+    assert "of main" in text_of(prepared(f"hub:{dataset}"))
+    publish(hub, dataset, revision.replace("/", "%2F"), {f"{begin}0.parquet": "of another"})
+    assert "of another" in text_of(prepared("shakespeare"))
+
+
+def test_what_cannot_be_downloaded_is_one_line(hub, numbers, prepared, no_network):
+    reasons = {
+        "owner/nothing": "^hub:owner/nothing cannot be downloaded .HTTP 404.; check the connection and the name",
+        "owner/numbers/nowhere": "^hub:owner/numbers/nowhere names no file to read",
+        "owner/numbers/part": "^part/0.parquet of hub:owner/numbers cannot be downloaded .HTTP 404",
+    }
+    for path in numbers:
+        del hub.files[path]
+    for name, reason in reasons.items():
+        with pytest.raises(UserError, match=reason):
+            prepared(f"hub:{name}")
+    no_network()
+    with pytest.raises(UserError, match=r"hub:owner/other cannot be downloaded \(ConnectError\); check the connection"):
+        prepared("hub:owner/other")

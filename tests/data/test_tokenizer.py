@@ -16,6 +16,7 @@ from data.tokenizer import check_vocabulary, load_tokenizer
 from data.tokenizer_json import PIECE, merges
 from data.train_tokenizer import train_tokenizer
 from errors import UserError
+from tests.conftest import edit_json
 
 # Every Unicode scalar value but U+2581, and the texts that tokenizers often get wrong.
 SCALARS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"))
@@ -88,8 +89,8 @@ def test_one_pair_per_piece_is_enough_for_any_ranking_of_pieces(ranked, tied, dr
     merged = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges(model)))
     text = draw.draw(st.text(st.sampled_from("aaab"), min_size=1, max_size=40))
     symbols = list(text)
-    while found := [(-scores[a + b], i) for i, (a, b) in enumerate(zip(symbols, symbols[1:])) if a + b in scores]:  # noqa: B905, RUF007
-        i = min(found)[1]
+    while pairs := [(-scores[a + b], i) for i, (a, b) in enumerate(zip(symbols, symbols[1:])) if a + b in scores]:  # noqa: B905, RUF007
+        i = min(pairs)[1]
         symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
     assert merged.encode(text).tokens == symbols
 
@@ -152,9 +153,9 @@ def edited(tokenizer, folder: Path, generation: dict | None = None, **changes) -
     folder.mkdir()
     tokenizer.save(folder)
     (folder / "tokenizer.model").unlink()
-    config = json.loads((folder / "tokenizer_config.json").read_text()) | changes
-    config = {key: value for key, value in config.items() if value is not ...}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    without = tuple(key for key, value in changes.items() if value is ...)
+    given = {key: value for key, value in changes.items() if value is not ...}
+    edit_json(folder / "tokenizer_config.json", without=without, **given)
     if generation:
         (folder / "generation_config.json").write_text(json.dumps(generation))
     return folder
@@ -189,12 +190,10 @@ def test_tokens_of_the_configuration_get_the_ids_that_autotokenizer_gives_them(o
     (given / "added_tokens.json").write_text(json.dumps(ids))
     (given / "special_tokens_map.json").write_text(json.dumps({"eos_token": draw.choice(texts)}))
     load_tokenizer(given).save(tmp_path)
-    loaded, theirs, again = (
-        load_tokenizer(tmp_path),
-        *map(transformers.AutoTokenizer.from_pretrained, (given, tmp_path)),
-    )
-    found = [(one.get_vocab(), one.eos_token_id) for one in (theirs, again)]
-    assert found == [(loaded.vocabulary, loaded.eos_id)] * 2
+    loaded = load_tokenizer(tmp_path)
+    theirs, again = map(transformers.AutoTokenizer.from_pretrained, (given, tmp_path))
+    of_transformers = [(one.get_vocab(), one.eos_token_id) for one in (theirs, again)]
+    assert of_transformers == [(loaded.vocabulary, loaded.eos_id)] * 2
     text = "".join(draw.choices([*texts, " ", "def "], k=40))
     assert loaded.encode_special(text, "\uffff").ids == again(text, split_special_tokens=False).input_ids[1:]
 
@@ -202,8 +201,7 @@ def test_tokens_of_the_configuration_get_the_ids_that_autotokenizer_gives_them(o
 @pytest.mark.parametrize("normalizer", ["", "CAAAAKRUTr27FjNvYWJjAA=="])  # the second panics on texts alone
 def test_a_panic_of_the_library_is_one_line(ours, tmp_path, normalizer):
     path = edited(ours, tmp_path / "given") / "tokenizer.json"
-    changes = {"normalizer": {"type": "Precompiled", "precompiled_charsmap": normalizer}}
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes))
+    edit_json(path, normalizer={"type": "Precompiled", "precompiled_charsmap": normalizer})
     with pytest.raises(UserError, match=r"tokenizer\.json cannot be read"):
         load_tokenizer(path).encode_batch(["some text"])
 

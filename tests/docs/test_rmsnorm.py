@@ -27,24 +27,20 @@ def blocks(text: str) -> list[str]:
 
 def functions(text: str) -> str:
     """The source of the functions that a text names as `file.py:function`."""
-    found = []
+    sources = []
     for file, name in re.findall(r"`([\w/]+\.py):(\w+)`", text):
         source = (ROOT / file).read_text(encoding="utf-8")
-        found += [
+        sources += [
             ast.get_source_segment(source, node) for node in ast.parse(source).body if vars(node).get("name") == name
         ]
-    return "\n".join(found)
+    return "\n".join(sources)
 
 
-def test_every_block_runs_as_it_is_printed():
+def test_every_block_runs_as_it_is_printed_is_short_and_ends_with_an_assertion():
     namespace = {}
-    for block in blocks(ENGLISH):
-        exec(compile(block, "docs/rmsnorm.md", "exec"), namespace)
-
-
-def test_every_block_is_short_and_ends_with_an_assertion():
     assert len(blocks(ENGLISH)) > 10
     for block in blocks(ENGLISH):
+        exec(compile(block, "docs/rmsnorm.md", "exec"), namespace)
         assert isinstance(ast.parse(block).body[-1], ast.Assert) and block.count("\n") <= 10, block
 
 
@@ -52,11 +48,6 @@ def test_both_languages_have_the_same_blocks_sections_and_links():
     assert blocks(CHINESE) == blocks(ENGLISH)
     for what in (r"^## (\d+)\.", r"\]\((?!#|rmsnorm)([^)]+)\)"):
         assert sorted(re.findall(what, CHINESE, re.MULTILINE)) == sorted(re.findall(what, ENGLISH, re.MULTILINE))
-
-
-@LANGUAGES
-def test_a_page_has_at_most_220_lines(text):
-    assert text.count("\n") <= 220
 
 
 @LANGUAGES
@@ -77,19 +68,8 @@ def test_names_in_the_section_on_triton_are_in_its_kernels(text):
     section = re.split(r"^## ", text, flags=re.MULTILINE)[9]
     source = (ROOT / "kernels" / "norm.py").read_text(encoding="utf-8")
     code = re.findall(r"`([^`]+)`", re.sub(r"\[`[^`]+`\]", "", section))
-    names = {name for part in code for name in re.findall(r"[A-Za-z_]{2,}", part)}
+    names = {name for inline in code for name in re.findall(r"[A-Za-z_]{2,}", inline)}
     assert len(names) > 20 and {name for name in names if not re.search(rf"\b{name}\b", source)} == set()
-
-
-@torch.no_grad()
-def test_all_matrices_that_write_to_the_stream_can_be_scaled_together():
-    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "tie_word_embeddings": False}
-    decoder, tokens = Decoder(ModelConfig(**shape, norm_eps=1e-12)), torch.arange(64)[None]
-    before = decoder(tokens)
-    for name, parameter in decoder.named_parameters():
-        if name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight")):
-            parameter *= 10
-    torch.testing.assert_close(decoder(tokens), before)
 
 
 @LANGUAGES

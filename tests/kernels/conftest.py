@@ -55,9 +55,9 @@ def evaluate():
         used = [(out, u.to(out.dtype)) for out, u in zip(outputs, upstream, strict=True) if u is not None]
         needed = [t for t in leaves if t is not None]
         heads, grads = zip(*used, strict=True)
-        found = torch.autograd.grad(heads, needed, grads, materialize_grads=True)
-        assert [gradient.dtype for gradient in found] == [t.dtype for t in needed]
-        return [*(out.detach() for out in outputs), *found]
+        gradients = torch.autograd.grad(heads, needed, grads, materialize_grads=True)
+        assert [gradient.dtype for gradient in gradients] == [t.dtype for t in needed]
+        return [*(out.detach() for out in outputs), *gradients]
 
     return run
 
@@ -69,8 +69,8 @@ def assert_exact(evaluate, relative, rounding):
     def check(function, definition, inputs, upstream, tolerance=rounding):
         ours = evaluate(function, inputs, upstream)
         exact = evaluate(definition, *([t if t is None else t.double() for t in ts] for ts in (inputs, upstream)))
-        for i, (found, expected) in enumerate(zip(ours, exact, strict=True)):
-            assert relative(found, expected) < tolerance(found.dtype, found.numel()), i
+        for i, (actual, expected) in enumerate(zip(ours, exact, strict=True)):
+            assert relative(actual, expected) < tolerance(actual.dtype, actual.numel()), i
         return ours
 
     return check

@@ -49,7 +49,7 @@ for tokens in (100, 1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 128, 
 print(json.dumps(compiled))
 """
     first, *others = run_compiled("-c", script)
-    assert len(first) == 9 and all(found == first for found in others)
+    assert len(first) == 9 and all(names == first for names in others)
 
 
 def test_each_thread_replaces_the_logits_that_it_has_read_itself():
@@ -67,9 +67,9 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
         cross_entropy.cross_entropy(*arguments)
 print(json.dumps([kernel.asm["ttgir"] for kernel in compiled_kernels()]))
 """
-    found = run_compiled("-c", script)
-    assert len(found) == 12
-    for code in found:
+    codes = run_compiled("-c", script)
+    assert len(codes) == 12
+    for code in codes:
         accesses = re.findall(r"tt\.(load|store).*: tensor<\w+x8x!tt\.ptr<\w+>, (#\w+)>", code)
         assert sorted(kind for kind, _ in accesses) == ["load", "load", "load", "store"], accesses
         assert len({layout for _, layout in accesses}) == 1, accesses
@@ -93,8 +93,8 @@ SPILLS = {r"layer norm .* 4096: norm_backward": 2}
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
 def test_every_kernel_fits_without_spills_and_within_its_budget(target):
-    found = run_compiled(Path(__file__).parent / "fake_driver.py", target)
-    rows = {f"{row['launch']}: {row['kernel']}": row for row in found}
+    needs = run_compiled(Path(__file__).parent / "fake_driver.py", target)
+    rows = {f"{row['launch']}: {row['kernel']}": row for row in needs}
     assert len({row["kernel"] for row in rows.values()}) > 10
     for name, row in rows.items():
         assert 32 * row["warps"] * row["registers"] <= 65536, name

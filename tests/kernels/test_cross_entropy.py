@@ -47,7 +47,7 @@ def test_losses_and_gradients_equal_the_float64_definition(kernel, draw, assert_
         lambda x, weight: definition(x, weight, targets, dtype),
         (x, weight),
         [draw(N)],  # one for each token, as from gradient accumulation and masks
-        lambda found, count: 1e-6 if count == N or dtype == F32 else 3.5e-3,
+        lambda result_dtype, count: 1e-6 if count == N or dtype == F32 else 3.5e-3,
     )
     assert losses.dtype == F32
     plain = kernel.linear_cross_entropy(x, weight, targets)  # without gradients
@@ -63,7 +63,7 @@ def test_the_weighted_sum_is_a_scalar_with_the_gradients_of_float64(kernel, draw
         lambda x, weight: (definition(x, weight, targets, dtype) * weights.detach().double()).sum(),
         (x, weight),
         [torch.tensor(-0.7)],
-        lambda found, count: 1e-6 if count == 1 or dtype == F32 else 3.5e-3,
+        lambda result_dtype, count: 1e-6 if count == 1 or dtype == F32 else 3.5e-3,
     )
     plain = kernel.linear_cross_entropy(x, weight, targets, token_weights=weights)
     assert loss.shape == () and not plain.requires_grad and plain == loss  # the weights are constants

@@ -59,10 +59,10 @@ def test_norm_and_bias_or_activation_or_residual_addition_are_in_the_launch_of_a
     if geometry == "many rows":  # these matrices are small
         monkeypatch.setattr(decode, "product_geometry", lambda rows, width: choose(10000, width))
 
-    def assert_equal(found, expected):
-        assert intact(found)
-        for ours, row in zip(found, expected, strict=True):
-            assert relative(ours, row) < rounding(found.dtype, rows)
+    def assert_equal(result, expected):
+        assert intact(result)
+        for ours, row in zip(result, expected, strict=True):
+            assert relative(ours, row) < rounding(result.dtype, rows)
 
     s = guarded(draw(batch, width, mean=0.7, dtype=dtype))
     vectors = [guarded(draw(width, mean=1.0)) if present else None for present in NORMS[name]]

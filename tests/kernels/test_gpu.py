@@ -79,8 +79,8 @@ def test_rotary_is_within_one_rounding_of_float64(assert_exact_and_repeatable, r
     upstream = [normal(batch, n, length, width + gap, dtype=dtype, seed=n) for n in (heads, kv_heads, kv_heads + 1)]
     upstream = [u[:, :n, :, gap:].transpose(1, 2) for u, n in zip(upstream, (heads, kv_heads, kv_heads), strict=True)]
 
-    def tolerance(found, count):
-        return 3e-6 if count == width else rounding(found, count)  # gradients of weights: sums over all tokens
+    def tolerance(result_dtype, count):
+        return 3e-6 if count == width else rounding(result_dtype, count)  # gradients of weights: sums over all tokens
 
     pair = test_rotary.pair(gpu, angles, heads, kv_heads)
     assert_exact_and_repeatable(*pair, inputs, upstream, tolerance)
@@ -104,9 +104,7 @@ def test_kernels_run_on_the_device_of_their_tensors():
 
 
 @pytest.mark.parametrize(("dtype", "vocabulary"), cases((HALF, 5003), DTYPES, [5003, 50304]))
-def test_the_loss_and_its_gradients_are_within_one_rounding_of_float64(
-    relative, evaluate, monkeypatch, vocabulary, dtype
-):
+def test_the_loss_and_gradients_are_within_one_rounding_of_float64(relative, evaluate, monkeypatch, vocabulary, dtype):
     """Of the logits as the product rounded them, and of softmax - onehot rounded once; see test_triton_loss.py."""
     torch.backends.cuda.matmul.allow_tf32 = False
     x, weight = normal(1500, 256, mean=0.05, dtype=dtype), normal(vocabulary, 256, mean=0.0, std=0.1)
@@ -116,18 +114,18 @@ def test_the_loss_and_its_gradients_are_within_one_rounding_of_float64(
     logits = cross_entropy.allocate_logits(1500, vocabulary, x)[:, :vocabulary]  # the same product, bit for bit
     torch.mm(x, weight.to(dtype).T, out=logits)
     expected = test_triton_loss.rounded_reference(x, weight, targets, weights, logits)
-    found = []
+    results = []
     for workspace in (2**30, 2**30, 1):
         monkeypatch.setattr(cross_entropy, "WORKSPACE", workspace)
         loss = lambda x, weight: gpu.linear_cross_entropy(x, weight, targets, token_weights=weights)  # noqa: E731
-        found.append(evaluate(loss, (x, weight), [torch.tensor(1.0)]))
+        results.append(evaluate(loss, (x, weight), [torch.tensor(1.0)]))
         # cuBLAS may choose another order of sums for chunks, and then some logits round to their other neighbour.
         tolerances = (1e-5, 1e-5, 1e-5) if dtype == torch.float32 else (1e-5, 1.8e-3, 3e-4)
         if workspace == 1 and dtype != torch.float32:
             tolerances = 1e-3, 4e-3, 4e-3
-        for ours, exact, tolerance in zip(found[-1], expected, tolerances, strict=True):
+        for ours, exact, tolerance in zip(results[-1], expected, tolerances, strict=True):
             assert relative(ours, exact) < tolerance
-    assert all(map(torch.equal, found[0], found[1]))
+    assert all(map(torch.equal, results[0], results[1]))
 
 
 CONFIG = ModelConfig(
@@ -146,9 +144,9 @@ def test_a_training_step_can_be_captured_in_a_cuda_graph_and_compiled_without_gr
         return loss
 
     def grads():
-        found = [p.grad.clone() for p in decoder.parameters()]
+        gradients = [p.grad.clone() for p in decoder.parameters()]
         decoder.zero_grad(set_to_none=True)
-        return found
+        return gradients
 
     expected = step(), grads()
     side = torch.cuda.Stream()
@@ -197,7 +195,7 @@ def test_a_decoding_step_in_bfloat16_gives_a_sequence_the_same_bits_in_a_batch_o
     decoder = Decoder(CONFIG, seed=1, compute_dtype=HALF).to(GPU).eval()
     prompt = torch.randint(1000, (8, 150), device=GPU)
     token = torch.randint(1000, (8, 1), device=GPU)
-    found = {}
+    states = {}
     for batch in range(1, 9):
         cache = KeyValueCache(CONFIG, batch, room, device=GPU, dtype=HALF)
         for i in range(batch):  # one by one, so that the prefill is the same for every batch
@@ -208,6 +206,6 @@ def test_a_decoding_step_in_bfloat16_gives_a_sequence_the_same_bits_in_a_batch_o
         step = GpuDecodeStep(decoder, cache)
         step(token[:batch], None)
         assert step.unavailable_reason is None
-        found[batch] = step.hidden.clone(), step.qkv.clone()
-    for hidden, qkv in found.values():  # what the last layer's launches write, before cuBLAS's head
-        assert torch.equal(hidden, found[8][0][: len(hidden)]) and torch.equal(qkv, found[8][1][: len(qkv)])
+        states[batch] = step.hidden.clone(), step.qkv.clone()
+    for hidden, qkv in states.values():  # what the last layer's launches write, before cuBLAS's head
+        assert torch.equal(hidden, states[8][0][: len(hidden)]) and torch.equal(qkv, states[8][1][: len(qkv)])

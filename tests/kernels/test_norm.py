@@ -36,9 +36,7 @@ def pair(function, kind, eps=EPS):
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize(("dtype", "shape"), [(F32, (ROWS, WIDTH)), (BF16, (3, 5, 64)), (BF16, (1, 1, 37))])
-def test_output_and_all_gradients_equal_the_float64_definition(
-    kernel, draw, assert_exact, kind, with_bias, with_residual, dtype, shape
-):
+def test_output_and_gradients_equal_float64(kernel, draw, assert_exact, kind, with_bias, with_residual, dtype, shape):
     """With a residual, later blocks also use the stream, so that it has a gradient; on a CPU it is rounded twice.
 
     Gradients of the parameters are sums in float32, of the rounded stream.
@@ -48,17 +46,15 @@ def test_output_and_all_gradients_equal_the_float64_definition(
     upstream = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype) if with_residual else None
     rounded = 3.6e-3 * (2 if shape == (1, 1, 37) else 1)
 
-    def tolerance(found, count):
-        return 1e-6 if found == F32 and (dtype == F32 or not with_residual) else rounded
+    def tolerance(result_dtype, count):
+        return 1e-6 if result_dtype == F32 and (dtype == F32 or not with_residual) else rounded
 
     assert_exact(*pair(kernel.normalize, kind), (x, weight, bias, residual), upstream, tolerance)
 
 
 @pytest.mark.parametrize(("dtype", "std"), [(BF16, 1.0), (F16, 3e4)])
 @kinds
-def test_half_precision_output_is_rounded_once_and_squares_do_not_overflow(
-    kernel, draw, relative, rounding, kind, dtype, std
-):
+def test_half_precision_is_rounded_once_and_squares_do_not_overflow(kernel, draw, relative, rounding, kind, dtype, std):
     x, weight, bias = draw(512, WIDTH, std=std).clamp(-6e4, 6e4).to(dtype), draw(WIDTH, mean=1.0), draw(WIDTH)
     y, s = kernel.normalize(x, weight, bias, kind=kind, eps=EPS)
     assert y.dtype == dtype and s is x
@@ -110,9 +106,9 @@ def test_inputs_and_upstream_gradients_may_have_any_strides(kernel, draw, evalua
     x, residual, *upstream = (LAYOUTS[layout](draw) for _ in range(4))
     ours, _ = pair(kernel.normalize, "layer")
     vectors = draw(96, mean=1.0), draw(96)
-    found = evaluate(ours, (x, *vectors, residual), upstream)
+    results = evaluate(ours, (x, *vectors, residual), upstream)
     expected = evaluate(ours, (x.contiguous(), *vectors, residual.contiguous()), [u.contiguous() for u in upstream])
-    assert all(relative(strided, other.double()) < 1e-6 for strided, other in zip(found, expected, strict=True))
+    assert all(relative(strided, other.double()) < 1e-6 for strided, other in zip(results, expected, strict=True))
 
 
 # Each dtype of x with each of the residual. Tiles of several rows and of one; widths that 16 divides and does not, up
@@ -147,8 +143,8 @@ def test_triton_results_of_any_rows_and_dtypes_are_rounded_once(
     few = 2 if width < 8 else 1  # few numbers minus their mean cancel: one more rounding
     stream = residual_dtype or dtype  # the gradient of x is that of s, in the dtype of s, first
 
-    def tolerance(found, count):
-        return few * rounding(found, count) + (rounding(stream, count) if stream != dtype == found else 0)
+    def tolerance(result_dtype, count):
+        return few * rounding(result_dtype, count) + (rounding(stream, count) if stream != dtype == result_dtype else 0)
 
     assert_exact(*pair(gpu.normalize, kind), (x, weight, bias, residual), upstream, tolerance)
 
@@ -158,8 +154,8 @@ def test_triton_results_of_any_rows_and_dtypes_are_rounded_once(
 def test_wider_rows_are_those_of_the_reference_for_both_norms(draw, evaluate, kind, width, dtype):
     x, residual, *upstream = (draw(2, width, dtype=dtype) for _ in range(4))
     inputs = x, draw(width, mean=1.0), None, residual
-    found, expected = (evaluate(pair(module.normalize, kind)[0], inputs, upstream) for module in (gpu, reference))
-    assert all(map(torch.equal, found, expected))
+    results, expected = (evaluate(pair(module.normalize, kind)[0], inputs, upstream) for module in (gpu, reference))
+    assert all(map(torch.equal, results, expected))
 
 
 # Tiles of 16 rows, at most 20 programs; tiles of a row, at most 32 and 8 programs.

@@ -77,9 +77,7 @@ def strided(draw):
 
 @triton_only
 @pytest.mark.parametrize(("shape", "head_norms", "dtype"), CASES)
-def test_triton_results_are_rounded_once_for_any_heads_and_strides(
-    draw, strided, assert_exact, shape, head_norms, dtype
-):
+def test_triton_results_are_rounded_once_for_all_heads_strides(draw, strided, assert_exact, shape, head_norms, dtype):
     heads, kv_heads, width, batch, length = SHAPES[shape]
     angles = draw(batch, length, width // 2, mean=500.0, std=300.0, dtype=torch.float64)
     cos, sin = strided(*angles.shape, gap=3), strided(*angles.shape, gap=7)  # of sequences with their own positions

@@ -26,9 +26,7 @@ def definition(gate_up):
         (torch.float32, 33, 7),
     ],
 )
-def test_silu_and_product_are_rounded_once_forward_and_backward(
-    kernel, draw, assert_exact, rounding, dtype, rows, width
-):
+def test_silu_and_product_are_rounded_once_in_both_passes(kernel, draw, assert_exact, rounding, dtype, rows, width):
     """In Triton narrow rows share a program. Strides may be odd, 0, or 2 in the last dimension."""
     packed, upstream = draw(rows, 2 * width, std=3.0, dtype=dtype), draw(rows, width, dtype=dtype)
     packed[0, 0] = -100  # exp(100) is infinite in float32, and silu(-100) is 0
@@ -50,25 +48,23 @@ def test_silu_and_product_are_rounded_once_forward_and_backward(
 
 
 def test_only_gate_and_up_are_kept_for_the_backward_pass_in_their_dtype(kernel, draw):
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         kernel.swiglu(draw(6, 96, dtype=torch.bfloat16).requires_grad_())
-    assert kernel.__name__.endswith("reference") or sum(t.nbytes for t in kept) == 2 * 6 * 96
+    assert kernel.__name__.endswith("reference") or sum(t.nbytes for t in saved) == 2 * 6 * 96
 
 
 # Float32 sums of about a hundred products, twice: 1e-6. In bfloat16 the two products, that of gate and up and on a CPU
 # silu are rounded, each 1.66e-3, and each output adds the errors of three of them: 5e-3.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
-def test_the_mlp_equals_the_float64_definition_and_keeps_no_hidden_elements(
-    kernel, draw, evaluate, relative, dtype, tolerance
-):
+def test_the_mlp_equals_float64_and_keeps_no_hidden_elements(kernel, draw, evaluate, relative, dtype, tolerance):
     inputs = draw(3, 11, 64).to(dtype), draw(176, 64, mean=0.02, std=0.2), draw(64, 88, mean=0.02, std=0.2)
-    upstream, kept = draw(3, 11, 64).to(dtype), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        found = evaluate(kernel.swiglu_mlp, inputs, (upstream,))
-    assert found[0].dtype == dtype
-    assert kernel is not gpu or {t.shape for t in kept if t.ndim == 3} == {(3, 11, 64), (3, 11, 176)}
+    upstream, saved = draw(3, 11, 64).to(dtype), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        results = evaluate(kernel.swiglu_mlp, inputs, (upstream,))
+    assert results[0].dtype == dtype
+    assert kernel is not gpu or {t.shape for t in saved if t.ndim == 3} == {(3, 11, 64), (3, 11, 176)}
     rounded = [tensor.to(dtype).double() for tensor in inputs]
     mlp = lambda x, gate_up, down: definition(x @ gate_up.T) @ down.T  # noqa: E731
     expected = evaluate(mlp, rounded, (upstream.double(),))
-    assert all(relative(ours, exact) < tolerance for ours, exact in zip(found, expected, strict=True))
+    assert all(relative(ours, exact) < tolerance for ours, exact in zip(results, expected, strict=True))

@@ -57,20 +57,18 @@ def run(evaluate):
 
 @pytest.fixture
 def assert_rounded_once(relative, rounding):
-    def check(found, expected):
-        dtype = found[1].dtype
+    def check(results, expected):
+        dtype = results[1].dtype
         flips = 0 if dtype == torch.float32 else 1e-4
-        assert relative(found[0], expected[0]) < 1e-6
-        assert relative(found[1], expected[1]) < rounding(dtype, found[1].numel()) + flips
-        assert relative(found[2], expected[2]) < 1e-6 + flips
+        assert relative(results[0], expected[0]) < 1e-6
+        assert relative(results[1], expected[1]) < rounding(dtype, results[1].numel()) + flips
+        assert relative(results[2], expected[2]) < 1e-6 + flips
 
     return check
 
 
 @pytest.mark.parametrize(("dtype", "mean"), [(torch.float32, 0.0), (torch.bfloat16, -50.0), (torch.float16, 50.0)])
-def test_each_of_logits_their_gradient_and_dx_is_rounded_once_and_nothing_else(
-    draw, run, assert_rounded_once, dtype, mean
-):
+def test_logits_their_gradient_and_dx_are_rounded_once_and_nothing_else(draw, run, assert_rounded_once, dtype, mean):
     x, weight, targets = make_inputs(draw, 37, dtype, mean)
     weights = draw(37)  # of both signs
     weights[7:9] = 0
@@ -112,15 +110,13 @@ def test_a_second_backward_pass_gives_equal_gradients_and_leaves_those_of_the_fi
         assert relative(scaled, gradient.double() * 0.37) < (1e-6 if dtype == torch.float32 else 3e-3)  # two roundings
 
 
-def test_float16_keeps_small_weights_under_a_gradient_scaler_and_those_of_ignored_tokens_do_not_matter(
-    draw, run, relative, rounding
-):
+def test_float16_keeps_small_weights_under_a_scaler_and_ignored_tokens_have_none(draw, run, relative, rounding):
     """1/N of a large batch times a small probability is below 6e-8, the smallest number of float16."""
     x, weight, targets = make_inputs(draw, 37, torch.float16)
-    _, *found = run(x, weight, targets, torch.tensor(1e-7), upstream=2.0**20)
+    _, *gradients = run(x, weight, targets, torch.tensor(1e-7), upstream=2.0**20)
     _, dx, dweight = rounded_reference(x, weight, targets, torch.tensor(1e-7).expand(37))
-    assert relative(found[0], dx * 2.0**20) < rounding(torch.float16, dx.numel()) + 1e-4
-    assert relative(found[1], dweight * 2.0**20) < 1e-4
+    assert relative(gradients[0], dx * 2.0**20) < rounding(torch.float16, dx.numel()) + 1e-4
+    assert relative(gradients[1], dweight * 2.0**20) < 1e-4
     weights = draw(37)
     expected = run(x, weight, targets, weights)
     weights[targets == -100] = 1e30
@@ -153,11 +149,11 @@ def test_rows_of_any_length_with_logits_of_80_are_exact_to_float32(draw, width):
     exact = logits.double().requires_grad_()
     expected = F.cross_entropy(exact, targets, reduction="none")
     (delta,) = torch.autograd.grad(expected.sum(), exact)
-    loss, found = loss_and_gradient(logits, targets)
+    loss, gradient = loss_and_gradient(logits, targets)
     for row in range(4):
         tolerance = 2e-7 * logits[row].abs().max().item()
         assert loss[row].item() == pytest.approx(expected[row].item(), rel=1e-6, abs=tolerance)
-        assert (found[row] - delta[row]).norm() < 1e-6 * delta[row].norm() + 3e-7
+        assert (gradient[row] - delta[row]).norm() < 1e-6 * delta[row].norm() + 3e-7
 
 
 def test_blocks_of_minus_infinity_have_no_probability_wherever_they_are():

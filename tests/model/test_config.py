@@ -1,4 +1,4 @@
-"""ModelConfig: which values it refuses, and counts that must equal those of the real modules."""
+"""ModelConfig: which values it refuses, and counts of the real modules; devices, and their dtypes and threads."""
 
 import subprocess
 import sys
@@ -8,9 +8,11 @@ import torch
 
 import kernels
 from errors import UserError
+from generation.generate import generate
 from model.config import NORMS, PLACEMENTS, ModelConfig
 from model.count import flops_per_token, num_parameters
 from model.decoder import Decoder
+from model.device import allocate, choose_device, choose_inference_dtype, threads_for
 
 
 def test_configuration_and_families_import_no_torch():
@@ -89,3 +91,50 @@ def test_flops_per_token_are_three_times_the_forward_products_that_torch_counts(
     exact_attention = 4 * config.num_hidden_layers * heads * length * length  # q k^T and p v, without causality
     assert attention in (0, exact_attention)  # fused kernels for a CPU are not all counted
     assert flops_per_token(config, length) * length == 3 * (products + exact_attention)
+
+
+CPU = torch.device("cpu")
+
+
+def test_a_device_that_this_machine_lacks_is_a_user_error():
+    for name in ("cuda:99", "toaster"):
+        with pytest.raises(UserError, match=f"--device {name} cannot be used here"):
+            choose_device(name)
+    assert choose_device("cpu") == CPU
+
+
+def test_auto_on_a_cpu_is_bfloat16_only_where_the_weights_are_and_the_cpu_and_torch_have_instructions(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    for capability, native in (("AVX512", torch.bfloat16), ("AVX2", torch.float32)):  # by ATEN_CPU_CAPABILITY=avx2
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        assert choose_inference_dtype("auto", CPU, torch.bfloat16) == native
+        assert choose_inference_dtype("auto", CPU, torch.float32) == torch.float32
+        assert choose_inference_dtype("float16", CPU, torch.float32) == torch.float16
+
+
+def test_a_small_step_uses_one_thread_and_the_number_is_restored_even_after_an_error():
+    before, threads = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    decoder = Decoder(ModelConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1))
+    with pytest.raises(KeyError), threads_for(decoder, 1):
+        assert torch.get_num_threads() == 1
+        raise KeyError
+    assert torch.get_num_threads() == 2
+    generate(decoder, [[1]], max_new_tokens=2, on_finish=lambda *_: threads.append(torch.get_num_threads()))
+    assert threads == [1] and torch.get_num_threads() == 2
+    with threads_for(decoder, 10_000_000):
+        assert torch.get_num_threads() == 2
+    torch.set_num_threads(before)
+
+
+def test_weights_lie_side_by_side_without_overlap_and_begin_cache_lines():
+    sizes = [((3, 5), torch.bfloat16), ((7,), torch.int8), ((2, 2), torch.float32)]
+    tensors = allocate([(torch.Size(shape), dtype) for shape, dtype in sizes], torch.device("cpu"))
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number)
+    for number, (tensor, (shape, dtype)) in enumerate(zip(tensors, sizes, strict=True)):
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype) and (tensor == number).all()
+        assert tensor.is_contiguous() and (tensor.data_ptr() - tensors[0].data_ptr()) % 64 == 0
+    (meta,) = allocate([(torch.Size((2, 3)), torch.int8)], torch.device("meta"))
+    assert (meta.shape, meta.dtype, meta.device.type) == ((2, 3), torch.int8, "meta")

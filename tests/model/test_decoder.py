@@ -144,9 +144,7 @@ def test_gradients_equal_those_of_the_plain_float64_implementation(decoder, toke
 
 
 @torch.no_grad()
-def test_losses_are_the_cross_entropy_of_the_logits_and_zero_where_ignored_and_logits_may_be_the_last_only(
-    decoder, tokens, relative
-):
+def test_losses_are_the_cross_entropy_of_the_logits_or_0_and_logits_may_be_the_last(decoder, tokens, relative):
     targets = tokens.roll(-1, 1)
     targets[:, -1] = -100
     losses = decoder(tokens, targets)
@@ -245,8 +243,8 @@ def test_the_forward_pass_compiles_without_graph_breaks(make_decoder, tokens, re
     compiled = torch.compile(decoder, backend="eager", fullgraph=True)
     assert relative(compiled(tokens, targets), decoder(tokens, targets)) < tolerance(decoder)
     upstream, parameters = torch.rand(2, 24), [*decoder.parameters()]
-    found, expected = (torch.autograd.grad(run(tokens, targets), parameters, upstream) for run in (compiled, decoder))
-    for ours, theirs in zip(found, expected, strict=True):
+    gradients = (torch.autograd.grad(run(tokens, targets), parameters, upstream) for run in (compiled, decoder))
+    for ours, theirs in zip(*gradients, strict=True):
         assert relative(ours, theirs) < 3 * tolerance(decoder)
 
 
@@ -277,17 +275,18 @@ def test_more_tokens_than_the_context_holds_are_an_error(make_decoder, tokens):
 def test_a_head_can_begin_by_attending_to_the_token_before(make_decoder, monkeypatch, shape):
     decoder = Decoder(make_decoder(attention_bias=True, **shape).config, seed=1)
     attend_to_previous_token(decoder)
-    found = []
+    probabilities = []
 
     def attention(q, k, v, mask):
         k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
         scores = q @ k.mT / q.shape[-1] ** 0.5
-        found.append(scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf")).softmax(-1))
+        future = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        probabilities.append(scores.masked_fill(future, float("-inf")).softmax(-1))
         return torch.zeros_like(q)
 
     monkeypatch.setattr(kernels, "attention", attention)
     with torch.no_grad():
         decoder(torch.arange(20)[None])
-    before = found[0].diagonal(-1, -2, -1)[0]  # (H, T - 1)
-    assert (found[0][0, 0].argmax(-1)[1:] == torch.arange(19)).all() and before[0].mean() > 0.8
+    before = probabilities[0].diagonal(-1, -2, -1)[0]  # (H, T - 1)
+    assert (probabilities[0][0, 0].argmax(-1)[1:] == torch.arange(19)).all() and before[0].mean() > 0.8
     assert before[1:].mean() < 0.5

@@ -1,9 +1,9 @@
-"""Every norm of `NORMS`: its parameters, its values and gradients against a formula, its dtypes; and BatchNorm."""
+"""Every norm of `NORMS`: its parameters, its values and gradients against a formula, its dtypes; initial weights."""
 
 import pytest
 import torch
 
-from model.config import BIAS, NORMS, PLACEMENTS
+from model.config import BIAS, NORMS, PLACEMENTS, ModelConfig
 from model.count import num_norm_parameters
 from model.decoder import Decoder
 from model.norm import Norm, is_norm_parameter
@@ -24,9 +24,7 @@ def make_norm(make_config):
 
 @pytest.mark.parametrize("norm_bias", [True, False])
 @pytest.mark.parametrize("norm", NORMS)
-def test_values_and_gradients_equal_those_of_the_float64_formula(
-    make_norm, make_config, norm_formula, relative, norm, norm_bias
-):
+def test_values_and_gradients_equal_a_float64_formula(make_norm, make_config, norm_formula, relative, norm, norm_bias):
     """Tolerance: rounding of float32, more where three elements alone give the statistic, which may all be small."""
     module, generator = make_norm(norm, norm_bias=norm_bias, norm_eps=1e-3).eval(), torch.Generator().manual_seed(6)
     for buffer in module.buffers():
@@ -45,7 +43,7 @@ def test_values_and_gradients_equal_those_of_the_float64_formula(
     pairs = {name: (parameter.grad, tensors[name].grad) for name, parameter in module.named_parameters()}
     pairs |= {"y": (y, exact_y), "s": (s, exact_s), "x": (x.grad, exact_x.grad)}
     pairs["residual"] = residual.grad, exact_residual.grad
-    errors = {name: relative(found.detach(), expected.detach()) for name, (found, expected) in pairs.items()}
+    errors = {name: relative(ours.detach(), exact.detach()) for name, (ours, exact) in pairs.items()}
     assert max(errors.values()) < (1e-5 if norm == "prms" else 1e-6), errors
 
 
@@ -115,3 +113,45 @@ def test_batchnorm_updates_running_averages_only_in_training(make_norm, relative
     module(x * 5)
     assert torch.equal(module.running_mean, before)
     assert {"running_mean", "running_var"} <= module.state_dict().keys()
+
+
+@pytest.mark.parametrize("changes", [{}, {"attention_bias": True, "qk_norm": True, "tie_word_embeddings": False}])
+def test_the_choice_of_a_norm_changes_its_biases_and_nothing_else_of_what_a_seed_gives(make_config, changes):
+    rms = Decoder(make_config(**changes), seed=3).state_dict()
+    norms = [f"layers.{i}.{place}_layernorm" for i in range(3) for place in ("input", "post_attention")]
+    biases = {f"{norm}.bias" for norm in [*norms, "norm"]}
+    for norm, norm_bias, new in (("layer", None, biases), ("rms", True, biases), ("layer", False, set())):
+        state = Decoder(make_config(norm=norm, norm_bias=norm_bias, **changes), seed=3).state_dict()
+        assert state.keys() - rms.keys() == new and not any(state[name].any() for name in new)
+        assert all(torch.equal(state[name], tensor) for name, tensor in rms.items())
+
+
+def test_initial_values_depend_on_the_seed_and_the_name_and_not_on_other_parameters(make_config):
+    """More layers, another vocabulary and more options do not change layer 0, except the scale of its outputs."""
+    first = Decoder(make_config(), seed=3).state_dict()
+    other = make_config(num_hidden_layers=12, vocab_size=50, attention_bias=True, qk_norm=True, norm="layer")
+    second = Decoder(other, seed=3).state_dict()
+    for name in [name for name in first if name.startswith("layers.0.")]:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):  # 1/sqrt(2 L): from 3 to 12 layers a factor 1/2
+            torch.testing.assert_close(second[name], first[name] / 2, rtol=1e-6, atol=0)
+        else:
+            assert torch.equal(second[name], first[name])
+    other, name = Decoder(make_config(), seed=4).state_dict(), "layers.{}.mlp.gate_up_proj.weight"
+    drawn = torch.stack([first[name.format(0)], first[name.format(1)], other[name.format(0)]]).flatten(1)
+    assert (torch.corrcoef(drawn) - torch.eye(3)).abs().max() < 0.05  # 7680 values: 4.4 sigma
+
+
+def test_initial_weights_are_normal_with_the_documented_standard_deviation():
+    """Tolerance: five standard errors, std/sqrt(2n) of the standard deviation and std/sqrt(n) of the mean."""
+    biases = {"attention_bias": True, "attention_output_bias": True}
+    config = ModelConfig(num_hidden_layers=8, **biases, qk_norm=True, norm="layer", initializer_range=0.03)
+    for name, parameter in Decoder(config, seed=9).named_parameters():
+        if parameter.ndim == 1:
+            assert (parameter == (0 if name.endswith("bias") else 1)).all()
+            continue
+        expected = 0.03 / 4 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.03
+        count = parameter.numel()
+        assert abs(parameter.std().item() / expected - 1) < 5 / (2 * count) ** 0.5
+        assert abs(parameter.mean().item()) < 5 * expected / count**0.5
+        kurtosis = ((parameter / parameter.std()) ** 4).mean().item()
+        assert abs(kurtosis - 3) < 5 * (24 / count) ** 0.5

@@ -1,27 +1,28 @@
-"""Loading weights into an existing decoder: its norm may differ, and nothing else."""
+"""Loading weights: into an existing decoder, whose norm may differ and nothing else; and those of a real trained model.
+
+The numbers expected of the 260K TinyStories model come from another implementation, with five or six decimals.
+Tolerance: half a unit of the last decimal plus float32 noise of logits of about 10 through five layers (2e-6 relative,
+2e-5 absolute).
+"""
+
+import json
 
 import pytest
 import torch
 
 import kernels
-from checkpoints.pretrained import load_weights
+from checkpoints.pretrained import load_pretrained, load_weights
 from errors import UserError
 from model.config import NORMS
 from model.decoder import Decoder, center_residual_writers
 from model.norm import is_norm_parameter
 
 KINDS = [*({"norm": norm} for norm in NORMS), {"norm_bias": True}, {"norm": "layer", "norm_bias": False}]
-PAIRS = [
-    *zip(KINDS, KINDS[1:] + KINDS[:1], strict=True),
-    *((kind, {}) for kind in KINDS),
-    *(({}, kind) for kind in KINDS),
-]
+PAIRS = [*zip(KINDS, KINDS[1:] + KINDS[:1], strict=True), *((kind, {}) for kind in KINDS), *(({}, k) for k in KINDS)]
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_between_any_two_norms_the_report_names_new_and_dropped_parameters(
-    make_config, make_decoder, saved, source, target
-):
+def test_the_report_names_parameters_that_two_norms_do_not_share(make_config, make_decoder, saved, source, target):
     decoder, start = Decoder(make_config(**target)), Decoder(make_config(**target)).state_dict()
     original, result = make_decoder(**source).state_dict(), decoder.state_dict()
     only_here, only_there = load_weights(decoder, saved(**source))
@@ -54,9 +55,7 @@ def test_master_weights_stay_float32_when_the_checkpoint_is_bfloat16(make_decode
         ({"tie_word_embeddings": False}, "tie_word_embeddings True instead of False"),
     ],
 )
-def test_weights_of_another_shape_are_refused_with_both_values_and_nothing_is_loaded(
-    make_decoder, saved, changes, words
-):
+def test_weights_of_another_shape_are_refused_with_both_values_and_not_loaded(make_decoder, saved, changes, words):
     decoder = make_decoder(seed=1, **changes)
     before = decoder.norm.weight.clone()
     with pytest.raises(UserError, match=f"do not fit this model: {words}"):
@@ -121,3 +120,25 @@ def test_a_tied_embedding_is_not_centered_since_the_head_would_change(converted,
 def test_where_norms_write_to_the_stream_weights_cannot_be_centered(make_decoder, placement):
     with pytest.raises(ValueError, match=f"norms placed {placement} write to the residual stream"):
         center_residual_writers(make_decoder(norm_placement=placement))
+
+
+LOGIT, LOSS = 3e-5, 3e-6
+
+
+@pytest.mark.parametrize("prompt", ["from_BOS", "from_prompt"])
+@torch.no_grad()
+def test_logits_after_a_prompt_and_the_loss_of_a_greedy_text_are_as_expected(stories260k_directory, shared, prompt):
+    decoder = load_pretrained(stories260k_directory).eval()
+    expected = json.loads((shared / "stories260K" / "golden.json").read_text())[prompt]
+    logits = decoder(torch.tensor([expected["prompt_ids"]]))[0]
+    assert logits.mean().item() == pytest.approx(expected["logits_mean"], abs=LOGIT)
+    assert logits.std().item() == pytest.approx(expected["logits_std"], abs=LOGIT)
+    first = torch.tensor(expected["last_prompt_logits_first8"])
+    torch.testing.assert_close(logits[-1, :8], first, rtol=0, atol=LOGIT)
+    values, ids = logits[-1].topk(5)
+    assert ids.tolist() == [token for token, _ in expected["last_prompt_top5"]]
+    highest = torch.tensor([value for _, value in expected["last_prompt_top5"]])
+    torch.testing.assert_close(values, highest, rtol=0, atol=LOGIT)
+    ids = torch.tensor([expected["greedy_ids"]])
+    loss = decoder(ids[:, :-1], ids[:, 1:]).mean().item()
+    assert loss == pytest.approx(expected["mean_nll_of_greedy_ids"], abs=LOSS)

@@ -40,22 +40,22 @@ def evaluations(run: Path) -> list[dict]:
     return [line for line in metrics.read(run) if "validation_loss" in line]
 
 
-def assert_equal_tensors(found: Path, expected: Path) -> None:
+def assert_equal_tensors(actual: Path, expected: Path) -> None:
     """The tensors of two files are equal bit for bit."""
-    left, right = load_file(found), load_file(expected)
+    left, right = load_file(actual), load_file(expected)
     assert left.keys() == right.keys()
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
-def assert_equal_runs(found: Path, expected: Path) -> None:
+def assert_equal_runs(actual: Path, expected: Path) -> None:
     """Weights, moments, tokenizers, progress and every logged number are equal bit for bit; times are not."""
-    last = [checkpoint.find_last(run) for run in (found, expected)]  # a kill may have left it as last.new
+    last = [checkpoint.find_last(run) for run in (actual, expected)]  # a kill may have left it as last.new
     for file in ("model.safetensors", "training_state.safetensors"):
         assert_equal_tensors(*(directory / file for directory in last))
     left, right = ({p.name: p.read_bytes() for p in directory.glob("*token*")} for directory in last)
     assert left == right and len(left) >= 3
     states = [json.loads((directory / "state.json").read_text()) for directory in last]
-    lines = [metrics.read(run) for run in (found, expected)]
+    lines = [metrics.read(run) for run in (actual, expected)]
     for values in (*states, *lines[0], *lines[1]):
         values.pop("seconds", None)
     assert lines[0] == lines[1] and states[0] == states[1]
@@ -75,12 +75,12 @@ def after_step(monkeypatch, number: int, action: Callable[[], object]) -> None:
 
 def assert_parts_equal_a_run(folder: Path, stops: Sequence[int], *flags: str) -> None:
     """A run that is saved at each of the steps and resumed from there equals, bit for bit, one that is not."""
-    straight, run, found = train_run(folder / "straight", *flags), folder / "run", []
+    straight, run, seen_losses = train_run(folder / "straight", *flags), folder / "run", []
     for number, stop in enumerate(stops):
         session = open_session(run, *flags, resume=number > 0)
-        found += [result.loss for result in itertools.islice(train_steps(session), stop - session.state.step)]
+        seen_losses += [result.loss for result in itertools.islice(train_steps(session), stop - session.state.step)]
         save(session)
         save_settings(session.settings, run / "settings.toml")
-    assert found == losses(straight)
+    assert seen_losses == losses(straight)
     for path in (straight / "last").glob("*.safetensors"):
         assert_equal_tensors(run / "last" / path.name, path)

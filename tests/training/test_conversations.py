@@ -71,9 +71,9 @@ def test_loss_and_gradients_equal_those_of_trl_on_the_same_conversations(decoder
     rows, path = [conversation(number) for number in (1, 2, 3, 4, 5, 8)], tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     tokenizer = load_tokenizer(tmp_path / "model")
-    found = encode_conversations(resolve(DataSettings(data=(str(path),))), ChatFormat(tokenizer), 129)
-    packed = pack([*found.values()], 129, tokenizer.dtype)
-    assert packed.shape[1] < len(rows) == len(found)
+    encoded = encode_conversations(resolve(DataSettings(data=(str(path),))), ChatFormat(tokenizer), 129)
+    packed = pack([*encoded.values()], 129, tokenizer.dtype)
+    assert packed.shape[1] < len(rows) == len(encoded)
     scaler = torch.amp.GradScaler("cpu", enabled=False)
     micro_batches = split_batch(batch_of(packed), 1, CPU)
     loss, _ = train_step(decoder, micro_batches, KeepsGradients(decoder), scaler, float("inf"), Processes(), CPU)
@@ -90,7 +90,9 @@ def test_loss_and_gradients_equal_those_of_trl_on_the_same_conversations(decoder
     )
     (batch,) = trainer.get_train_dataloader()
     pairs = zip(batch["input_ids"], batch["attention_mask"], strict=True)
-    assert sorted(ids[mask > 0].tolist() for ids, mask in pairs) == sorted(ids.tolist() for _, ids, _ in found.values())
+    assert sorted(ids[mask > 0].tolist() for ids, mask in pairs) == sorted(
+        ids.tolist() for _, ids, _ in encoded.values()
+    )
     theirs = trainer.compute_loss(trainer.model, batch)
     theirs.backward()
     assert int((batch["labels"] >= 0).sum()) == int((batch_of(packed)[1] >= 0).sum())
@@ -136,10 +138,10 @@ def test_a_resumed_run_on_conversations_equals_one_that_was_not_stopped(chat_fla
 
 
 def test_a_run_learns_to_answer_and_its_answers_end(chat_flags, chat_file, tmp_path, capsys):
-    found = evaluations(train_run(tmp_path / "talk", *chat_flags, "--steps", "120", "--evaluate-every", "60"))
+    lines = evaluations(train_run(tmp_path / "talk", *chat_flags, "--steps", "120", "--evaluate-every", "60"))
     out = capsys.readouterr().out
-    assert [line["step"] for line in found] == [0, 60, 120] and "bits_per_byte" not in found[0]
-    assert found[0]["validation_loss"] > 4 and found[-1]["validation_loss"] < 0.6
+    assert [line["step"] for line in lines] == [0, 60, 120] and "bits_per_byte" not in lines[0]
+    assert lines[0]["validation_loss"] > 4 and lines[-1]["validation_loss"] < 0.6
     assert "nats per answer token" in out and "  | Say " in out and "  | > " in out
     assert "xz" not in out and "talk --chat" in out.splitlines()[-1]
     # Without an end of the turn, answers would have sixteen tokens.
@@ -150,9 +152,7 @@ def test_a_run_learns_to_answer_and_its_answers_end(chat_flags, chat_file, tmp_p
     assert len(answers) == 6 and all(0 < len(answer) < 12 for answer in answers), answers
 
 
-def test_a_dry_run_marks_the_learned_part_of_a_row_and_a_question_is_asked_at_each_evaluation(
-    chat_flags, tmp_path, capsys
-):
+def test_a_dry_run_marks_what_is_learned_and_a_question_is_asked_at_each_evaluation(chat_flags, tmp_path, capsys):
     estimate(settings_of(*chat_flags))
     row = capsys.readouterr().out.partition("a row of conversations, in which lines with + are learned:\n")[2]
     lines = row.splitlines()

@@ -83,21 +83,55 @@ def resumes_like(run: Path, straight: Path) -> bool:
     for name in ("model.safetensors", "training_state.safetensors"):
         assert_equal_tensors(*(checkpoint.find_last(path) / name for path in (run, straight)))
     for target in ("last", "best"):
-        found, expected = (checkpoint.find_complete(path / target) for path in (run, straight))
-        assert {path.name for path in found.iterdir()} == {path.name for path in expected.iterdir()}, (run.name, target)
+        actual, expected = (checkpoint.find_complete(path / target) for path in (run, straight))
+        assert {path.name for path in actual.iterdir()} == {path.name for path in expected.iterdir()}, (
+            run.name,
+            target,
+        )
         for path in expected.glob("*token*"):
-            assert (found / path.name).read_bytes() == path.read_bytes(), (run.name, path)
+            assert (actual / path.name).read_bytes() == path.read_bytes(), (run.name, path)
     return True
 
 
 @pytest.mark.skipif(os.name == "nt", reason="the copies are told apart by inode")
-@pytest.mark.parametrize("part", ["some", pytest.param("all", marks=pytest.mark.slow)])
-def test_a_run_resumes_from_the_crash_points_after_its_first_save(crashed, part):
+@pytest.mark.parametrize("number", [2, pytest.param(None, marks=pytest.mark.slow)], ids=["some", "all"])
+def test_a_run_resumes_from_the_crash_points_after_its_first_save(crashed, number):
     """All take three minutes: python -m pytest -m slow tests/training/test_crash_points.py"""
     straight, copies = crashed
     assert len(copies) > 100
-    if part == "some":
-        chosen = sorted(random.Random(1).sample(range(len(copies)), 2))
-        copies = [copies[number] for number in [*chosen, len(copies) - 1]]
+    if number:
+        copies = [copies[i] for i in [*sorted(random.Random(1).sample(range(len(copies)), number)), -1]]
     resumed = [resumes_like(copy, straight) for copy in copies]
     assert all(resumed[resumed.index(True) :]), "a later kill loses what an earlier one kept"
+
+
+def write(target: Path, content: str) -> None:
+    checkpoint.recover_interrupted_save(target)
+    (new := target.with_name("last.new")).mkdir()
+    (new / "weights").write_text(content)
+    checkpoint.publish(target, checkpoint.State(0, 0, 0.0, None, "", {}))
+
+
+@pytest.mark.parametrize("renames_done", [0, 1, 2])
+def test_a_save_killed_at_any_rename_leaves_a_complete_checkpoint(tmp_path, monkeypatch, renames_done):
+    write(tmp_path / "last", "before")
+    rename, done = Path.rename, []
+
+    def killed(path: Path, target: Path | None = None, **_: object) -> None:
+        if len(done) == renames_done and path.exists():
+            raise KeyboardInterrupt
+        if target is not None:
+            done.append(rename(path, target))
+
+    monkeypatch.setattr(Path, "rename", killed)
+    monkeypatch.setattr(shutil, "rmtree", killed)  # after both renames: of the old directory
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path / "last", "after")
+    monkeypatch.undo()
+    for _ in range(2):
+        content = (checkpoint.find_last(tmp_path) / "weights").read_text()
+        assert content == ("before" if renames_done == 0 else "after")
+        checkpoint.recover_interrupted_save(tmp_path / "last")
+    write(tmp_path / "last", "later")
+    assert (checkpoint.find_last(tmp_path) / "weights").read_text() == "later"
+    assert [path.name for path in tmp_path.iterdir()] == ["last"]

@@ -1,22 +1,34 @@
-"""Runs that start from the weights of a checkpoint: what they keep, and what they print."""
+"""Runs that start from the weights of a checkpoint: what they keep and print; and with --lora, what is learned."""
 
 import json
+import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
+import generate
 from checkpoints.families import load_config
+from checkpoints.pretrained import load_pretrained, open_checkpoint
+from errors import UserError
 from generation.settings import SMALL_MODELS
-from tests.training.runs import assert_equal_tensors, evaluations, open_session, resume, settings_of, train_run
-from training.loop import save
+from tests.conftest import edit_json, edit_tensors
+from tests.training.runs import (
+    assert_equal_tensors,
+    assert_parts_equal_a_run,
+    evaluations,
+    open_session,
+    resume,
+    settings_of,
+    train_run,
+)
+from training.loop import save, train_steps
 from training.session import set_up
 from training.settings import CONFIGS, load_settings
 
 
-def test_the_given_weights_are_evaluated_before_the_first_step_and_stay_the_best_if_nothing_is_better(
-    flags, finished_run, tmp_path
-):
+def test_the_given_weights_are_evaluated_first_and_stay_the_best_if_nothing_is_better(flags, finished_run, tmp_path):
     start = [*flags, "--steps", "2", "--init-from", str(finished_run)]
     first, *_, last = evaluations(train_run(tmp_path / "worse", *start, "--learning-rate", "1"))
     given = [line["validation_loss"] for line in evaluations(finished_run)]
@@ -73,12 +85,8 @@ def test_a_run_keeps_the_generation_config_of_its_parent_and_writes_one_if_it_ha
     assert [line["step"] for line in evaluations(child)] == [0, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("extra", "exact"), [([], True), (["--no-center-weights"], False), (["--no-norm-bias"], False)]
-)
-def test_a_layernorm_run_continues_as_rmsnorm_with_the_same_function_if_it_is_centered_and_keeps_its_biases(
-    layer_flags, tmp_path, extra, exact
-):
+@pytest.mark.parametrize("extra, exact", [([], True), (["--no-center-weights"], False), (["--no-norm-bias"], False)])
+def test_a_layernorm_run_is_the_same_function_as_rmsnorm_if_centered_with_biases(layer_flags, tmp_path, extra, exact):
     norms = (["--norm", "layer"], ["--norm", "rms", *extra])
     layer, rms = (open_session(tmp_path, *layer_flags, *norm).model for norm in norms)
     tokens = torch.arange(60).view(2, 30)
@@ -91,12 +99,96 @@ def test_a_run_continues_a_model_with_yarn_and_a_bias_of_o_proj_and_its_settings
     rope = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16}
     save(open_session(tmp_path, *flags, "--qk-norm", "--attention-bias"))
     path = tmp_path / "last" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_scaling": rope}))
-    weights = load_file(path.with_name("model.safetensors"))
-    weights["model.layers.0.self_attn.o_proj.bias"] += 0.1
-    save_file(weights, path.with_name("model.safetensors"))
+    edit_json(path, rope_scaling=rope)
+    edit_tensors(path.with_name("model.safetensors"), lambda t: t["model.layers.0.self_attn.o_proj.bias"].add_(0.1))
     run = train_run(tmp_path / "next", *flags, "--init-from", str(path.parent), "--norm", "layer", "--steps", "2")
     for model in (load_settings(run / "settings.toml").model, load_config(run / "last")):
         assert model.norm == "layer" and model.attention_output_bias
         assert model.rope_scaling["rope_type"] == "yarn" and model.rope_scaling["beta_fast"] == 32
     assert resume(run, "--steps", "3") == 0
+
+
+@pytest.fixture(scope="module")
+def start(flags, finished_run) -> list[str]:
+    return [*flags, "--init-from", str(finished_run), "--lora", "4", "--steps", "12"]
+
+
+@pytest.fixture(scope="module")
+def folder(start, tmp_path_factory) -> Path:
+    return train_run(tmp_path_factory.mktemp("lora") / "run", *start)
+
+
+def test_the_base_stays_bit_equal_and_the_optimizer_has_state_for_a_and_b_alone(start, finished_run, tmp_path):
+    before = load_pretrained(finished_run / "best").state_dict()
+    session = open_session(tmp_path, *start)
+    assert next(train_steps(session)).step == 1
+    after = session.model.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    assert all(".lora_" in name for name in after.keys() - before.keys())
+    learned = {parameter for name, parameter in session.model.named_parameters() if ".lora_" in name}
+    assert session.optimizer.state.keys() == learned and len(learned) == 2 * 4 * 2  # matrices of a layer, packed
+
+
+def test_a_run_saves_its_adapter_without_the_model_and_learns(folder, finished_run):
+    for name in ("best", "last"):
+        files = {path.name for path in (folder / name).iterdir()}
+        assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "state.json"} <= files
+        assert not {"config.json", "model.safetensors"} & files
+        assert ("training_state.safetensors" in files) == (name == "last")
+    before, *_, after = evaluations(folder)
+    assert after["validation_loss"] < before["validation_loss"]
+    fields = json.loads((folder / "best" / "adapter_config.json").read_text())
+    assert (fields["r"], fields["lora_alpha"], fields["base_model_name_or_path"]) == (4, 8, str(finished_run / "best"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_run_stopped_and_resumed_equals_one_that_was_not(start, tmp_path, dtype):
+    start = [*start, "--lora-alpha", "6", "--dtype", dtype]
+    assert_parts_equal_a_run(tmp_path, (1, 7, 12), *start)
+    with pytest.raises(UserError, match="cannot be resumed: lora: 4 -> 2"):
+        resume(tmp_path / "run", "--steps", "20", "--lora", "2")
+
+
+@pytest.fixture
+def generated(monkeypatch, capsys):
+    """What generate.py prints for some arguments."""
+
+    def run(*arguments) -> str:
+        greedy = ("--max-new-tokens", "9", "--temperature", "0", "--dtype", "float32")
+        monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments), *greedy])
+        capsys.readouterr()
+        generate.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+@torch.no_grad()
+def test_a_run_its_adapter_on_the_base_and_both_merged_generate_equal_texts(folder, finished_run, generated, tmp_path):
+    merged = tmp_path / "merged"
+    text = generated(folder, "the ")
+    assert text.startswith("the ") and generated(finished_run, "the ", "--adapter", folder) == text
+    (bare := tmp_path / "bare").mkdir()  # as PEFT saves it, without a tokenizer
+    for path in (folder / "best").glob("adapter_*"):
+        shutil.copy(path, bare)
+    assert generated(bare, "the ") == text
+    assert generated(folder, "--merge", merged) == "" and {*tmp_path.iterdir()} == {bare, merged}
+    assert generated(merged, "the ") == text
+    adapted = load_pretrained(open_checkpoint(finished_run / "best", folder / "best"))
+    models = [adapted, *(load_pretrained(directory) for directory in (merged, finished_run / "best"))]
+    states = [model.state_dict() for model in models]
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+    assert not torch.equal(states[0]["layers.0.mlp.down_proj.weight"], states[2]["layers.0.mlp.down_proj.weight"])
+    with pytest.raises(UserError, match="merged exists; give a new directory"):
+        generated(folder, "--merge", merged)
+    transformers = pytest.importorskip("transformers")
+    tokens = torch.arange(40).view(2, 20)
+    logits = transformers.AutoModelForCausalLM.from_pretrained(merged)(tokens).logits
+    assert (models[0](tokens) - logits).norm() <= 2e-6 * logits.norm()
+
+
+def test_a_run_whose_base_is_gone_says_so(start, run, tmp_path):
+    folder = train_run(tmp_path / "lora", *start, "--init-from", str(run), "--steps", "1")
+    shutil.rmtree(run)
+    with pytest.raises(UserError, match=r"cannot be read \(No such .*\); the adapter needs the model that its run"):
+        resume(folder, "--steps", "20")

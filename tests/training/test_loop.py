@@ -1,9 +1,10 @@
-"""The files that a run leaves, the steps it takes, what it prints, and the errors that end it."""
+"""The files that a run leaves, the steps it takes, what it prints, errors that end it, and the estimate before it."""
 
 import dataclasses
 import json
 import math
 import random
+import re
 import sys
 from unittest.mock import Mock
 
@@ -12,13 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import kernels
 from data.tokenizer import Tokenizer
 from errors import UserError
-from tests.training.runs import after_step, assert_equal_tensors, evaluations, losses, open_session, train_run
-from training import commands, loop, metrics, plot
+from model.decoder import Decoder
+from model.lora import add_lora
+from tests.training import runs
+from tests.training.runs import after_step, evaluations, losses, open_session, train_run
+from training import commands, estimate, loop, metrics, plot
 from training.evaluate import Evaluation
 from training.loop import train_steps
-from training.settings import load_settings, parse
+from training.settings import CONFIGS, OptimizerSettings, load_settings, parse
 
 
 def test_a_run_learns_and_leaves_settings_metrics_a_plot_and_two_checkpoints(run, settings, tmp_path, monkeypatch):
@@ -27,12 +32,12 @@ def test_a_run_learns_and_leaves_settings_metrics_a_plot_and_two_checkpoints(run
     assert dataclasses.replace(load_settings(run / "settings.toml"), run=settings.run) == settings
     assert [line["step"] for line in metrics.read(run) if "loss" in line] == list(range(1, 41))
     assert losses(run)[0] == pytest.approx(math.log(400), rel=0.02)  # an untrained model predicts every token alike
-    found = evaluations(run)
-    assert [line["step"] for line in found] == [10, 20, 30, 40] and found[-1]["validation_loss"] < 4.5
-    assert found[-1]["perplexity"] == pytest.approx(math.exp(found[-1]["validation_loss"]))
+    evaluated = evaluations(run)
+    assert [line["step"] for line in evaluated] == [10, 20, 30, 40] and evaluated[-1]["validation_loss"] < 4.5
+    assert evaluated[-1]["perplexity"] == pytest.approx(math.exp(evaluated[-1]["validation_loss"]))
     state = json.loads((run / "last" / "state.json").read_text())
     assert state["step"] == 40 and state["tokens"] == 40 * 8 * 32 and state["text_hash"]
-    assert state["best_validation_loss"] == min(line["validation_loss"] for line in found)
+    assert state["best_validation_loss"] == min(line["validation_loss"] for line in evaluated)
     (run / "loss.png").unlink()
     monkeypatch.setattr(sys, "argv", ["plot", str(run)])
     plot.main()
@@ -49,7 +54,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another_without_globa
     loop.train(settings, tmp_path / "a")
     assert torch.equal(torch.get_rng_state(), before[0])
     assert random.getstate() == before[1] and np.array_equal(np.random.get_state()[1], before[2])
-    assert_equal_tensors(train_run(tmp_path / "b", *flags, "--activation-checkpointing") / "last" / a.name, a)
+    runs.assert_equal_tensors(train_run(tmp_path / "b", *flags, "--activation-checkpointing") / "last" / a.name, a)
     a, other = load_file(a), load_file(train_run(tmp_path / "c", *flags, "--seed", "8") / "last" / a.name)
     assert not any(torch.equal(a[name], other[name]) for name in a if a[name].ndim == 2)
 
@@ -132,3 +137,69 @@ def test_too_little_memory_is_one_line(flags, tmp_path, monkeypatch):
     for number in range(len(errors)):
         with pytest.raises(UserError, match="too little memory; use a smaller --micro-batch-size"):
             commands.run(parse([*flags, "--out", str(tmp_path / str(number))], "test"))
+
+
+CPU = torch.device("cpu")
+MODELS = sorted(path for path in CONFIGS.glob("*.toml") if "[model]" in path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_the_formula_counts_what_the_forward_pass_keeps(settings, name, rank, monkeypatch):
+    chosen, saved = pytest.importorskip(f"kernels.{name}"), {}
+    monkeypatch.setattr(kernels, "implementation", lambda device: chosen)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    model, tokens = Decoder(settings.model), torch.randint(0, 400, (8, 32))
+    if rank is not None:
+        run = dataclasses.replace(settings.run, lora=rank, init_from="x")
+        settings = dataclasses.replace(settings, run=run, optimizer=OptimizerSettings())
+        add_lora(model, {"r": rank, "lora_alpha": 8, "base_model_name_or_path": "x"}, seed=1)
+        learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        assert estimate.memory(settings, torch.float32, CPU)["gradients"] == 4 * learned
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(tokens, tokens)
+    weights = {p.data_ptr() for p in model.parameters()}
+    size = sum(storage.nbytes() for address, storage in saved.items() if address not in weights)
+    assert estimate.memory(settings, torch.float32, CPU)["activations"] == pytest.approx(size, rel=0.05)
+    deep = dataclasses.replace(settings, model=dataclasses.replace(settings.model, num_hidden_layers=8))
+    less = dataclasses.replace(deep, machine=dataclasses.replace(deep.machine, activation_checkpointing=True))
+    assert estimate.kept_elements(less, fused=True) < 0.5 * estimate.kept_elements(deep, fused=True)
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
+def test_the_header_of_a_config_states_the_memory_of_the_formula(path):
+    sizes = estimate.memory(load_settings(path), torch.bfloat16, CPU)
+    stated = re.search(r"# Memory: (\S+ [MG]B), by the formula", path.read_text(encoding="utf-8"))[1]
+    assert stated == estimate.format_bytes(sum(sizes.values()))
+
+
+def test_a_step_of_several_micro_batches_has_one_update_of_the_weights(flags, monkeypatch):
+    now = [0.0]
+
+    def train_step(model, micro_batches, *_):
+        now[0] += 2.0 + len(micro_batches)  # seconds of an update, and of each pass
+
+    monkeypatch.setattr(estimate, "train_step", train_step)
+    monkeypatch.setattr(estimate.time, "perf_counter", lambda: now[0])
+    settings = runs.settings_of(*flags, "--micro-batch-size", "2", "--steps", "10")  # of 8 sequences
+    assert estimate.measure_time(settings, CPU, torch.float32) == 10 * (2 + 4)
+
+
+def test_a_micro_batch_is_never_larger_than_the_batch(flags):
+    large, default = (runs.settings_of(*flags, *more) for more in (["--micro-batch-size", "64"], []))  # of 8 sequences
+    assert estimate.memory(large, torch.float32, CPU) == estimate.memory(default, torch.float32, CPU)
+    assert (large.data.micro_batch(), large.data.micro_batch(processes=2)) == (8, 4)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_small_run_is_timed(flags, optimizer, capsys):
+    estimate.estimate(runs.settings_of(*flags, "--optimizer", optimizer))
+    out = capsys.readouterr().out
+    assert re.search(
+        r"time +\d+ seconds on CPU \(threads: 1\): \S+ s a step, the fastest of 3 at a batch size of 8", out
+    )
+    assert "text      about 0.37" in out and "epochs of 2" in out

@@ -1,0 +1,204 @@
+"""Benchmarks: the timing harness, small cases, beside other programs; and what a machine with a GPU alone needs."""
+
+import importlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kernels
+from ablation.settings import replace_settings
+from benchmarks import decoding, timing, training
+from benchmarks import kernels as kernel_benchmarks
+from benchmarks.decoding import Case, bytes_read, llama2c
+from training.settings import Settings
+
+
+def test_blocks_take_turns_in_an_order_that_reverses_after_every_turn():
+    order = []
+
+    def make(name):
+        return {part: lambda part=part: order.append(name + part) or len(order) for part in "12"}
+
+    seconds, failures = timing.measure({name: lambda name=name: make(name) for name in "abc"}, 4)
+    warm_up, timed = order[:6], "".join(order[6:])
+    assert warm_up == ["a1", "a2", "b1", "b2", "c1", "c2"] and timed[::4] == "cbaabccbaabc" and not failures
+    assert seconds["c"] == {"1": [7, 17, 19, 29], "2": [8, 18, 20, 30]} and list(seconds) == list("abc")
+
+
+def test_what_cannot_run_is_left_out_with_its_reason_and_the_others_are_measured(capsys):
+    def fail():
+        raise ZeroDivisionError("none of this\nhere")
+
+    makers = {"fails": fail, "late": lambda: {"part": fail}, "runs": lambda: {"part": lambda: 0.5}}
+    table = timing.compare("title", makers, {"part": 0.1}, 2)
+    assert table["seconds"] == {"runs": {"part": [0.5, 0.5]}}
+    assert table["not_run"] == dict.fromkeys(("fails", "late"), "ZeroDivisionError: none of this")
+    lines = capsys.readouterr().out.splitlines()
+    assert "| late | not run: ZeroDivisionError: none of this |" in lines
+
+
+def test_a_row_has_medians_tokens_per_second_share_of_the_limit_and_ratios_within_turns(capsys):
+    values = {"a": iter([9, 0.02, 0.06, 0.04]), "b": iter([9, 0.01, 0.02, 0.04])}
+    makers = {name: lambda name=name: {"step": lambda: next(values[name])} for name in values}
+    table = timing.compare("title", makers, {"step": 0.01}, 3, tokens=8)
+    assert table["seconds"]["b"] == {"step": [0.01, 0.02, 0.04]}
+    lines = capsys.readouterr().out.splitlines()
+    assert "|  | step, ms | tokens/s | of the limit | speed, times a |" in lines
+    assert "| b | 20.0 | 400 | 50% | 2.00 (1.00 to 3.00) |" in lines
+
+
+def test_published_records_look_like_what_a_benchmark_prints_today(capsys):
+    table = timing.compare("title", {"a": lambda: {"step": lambda: 0.1}}, {"step": 0.1}, 1)
+    printed = timing.results(torch.device("cpu"), [table])
+    for path in (Path(__file__).parents[2] / "speed").glob("*.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        assert record.keys() == printed.keys() and record["machine"].keys() >= printed["machine"].keys()
+        assert all(measured.keys() == table.keys() for measured in record["tables"]), path
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def cases(monkeypatch) -> list[kernel_benchmarks.Case]:
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    for name, shape in (
+        ("NORMS", (6, 64)),
+        ("MLPS", (6, 64, 32)),
+        ("ROTARIES", (16, 2, 1, 16)),
+        ("LOSSES", (6, 16, 40)),
+    ):
+        monkeypatch.setitem(getattr(kernel_benchmarks, name), "cpu", [shape])
+    return kernel_benchmarks.all_cases(CPU)
+
+
+def test_the_baselines_of_a_case_compute_what_ours_does_and_are_timed_in_all_parts(cases, monkeypatch):
+    monkeypatch.setattr(timing, "block", lambda calls, *_: [call() for call in calls] and 0.5)
+    assert len(cases) == 8
+    for case in cases:
+        inputs = case.make()
+        exact, *others = (run(*inputs)[0].double() for run in case.baselines.values())
+        assert all((other - exact).norm() / exact.norm() < 2e-2 for other in others) and len(others) >= 2, case.name
+        table = kernel_benchmarks.compare(case, CPU, copy=1.0, product=2.0)
+        assert table["limits"]["both"] == (case.flops / 2 if case.flops else sum(case.moved))
+        parts = dict.fromkeys(("forward", "backward", "both"), [0.5] * 5)
+        assert table["seconds"] == dict.fromkeys(case.baselines, parts)
+    # 2 + 1 heads read and written; then the same read, 1 of v too, and the packed gradient of all 4 written. With the
+    # norms, q and k are read again.
+    size, head = 2 * 6 * 64, 2 * 16 * 16  # bytes of the rows of a norm, and of a head of all tokens
+    norm, after_addition, *_, rotary, normed = (case.moved for case in cases if not case.flops)
+    assert norm == (2 * size, 3 * size) and after_addition == (4 * size, 4 * size)
+    assert rotary == (6 * head, 8 * head) and normed == (6 * head, 11 * head)
+
+
+def test_llama2c_gets_a_checkpoint_of_the_right_size_and_its_tokens_per_second_are_read(tmp_path):
+    program = tmp_path / "run"  # prints a line like the last one of llama2.c's run.c, which was tried by hand
+    code = "import os, sys; print('achieved tok/s:', float(os.path.getsize(sys.argv[1])), file=sys.stderr)"
+    program.write_text(f"#!{sys.executable}\n{code}\n")
+    program.chmod(0o755)
+    tables = 512 * 8  # of cosines and sines, which the program skips
+    assert llama2c(Case("260k", 1, 1, "float32", 4, "cpu", program))["step"]() == 1 / (4 * (7 + 260_032 + tables))
+
+
+def test_the_limit_of_a_step_counts_weights_keys_and_values_in_their_stored_width():
+    choices = ("float32", 0), ("float32", 10), ("int8", 0)
+    read = [bytes_read(Case("260k", 1, 1, dtype, tokens, "cpu", None)) for dtype, tokens in choices]
+    cache = 2 * 5 * 4 * 8 * 4  # of one position
+    assert read == [4 * 260_032 + cache, 4 * 260_032 + 6 * cache, 260_032 + cache]
+
+
+def test_a_variant_runs_with_the_kernels_that_it_names(monkeypatch):
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64, "batch_size": 2}
+    settings, used, cpu = replace_settings(Settings(), small), [], torch.device("cpu")
+    monkeypatch.setattr(training, "train_step", lambda *_: used.append(kernels.implementation(cpu)))
+    variants = ("reference, eager", "CPU functions")
+    reference, functions = (training.make_step(settings, variant, cpu)["step"] for variant in variants)
+    assert reference() > 0 and functions() > 0 and reference() > 0
+    assert used[::4] == [kernels.reference, kernels.cpu, kernels.reference]  # a block calls it four times
+
+
+def test_norms_take_turns_in_every_variant_and_transformers_has_rmsnorm_alone(monkeypatch):
+    monkeypatch.setattr(training, "make_step", lambda *_: {"step": lambda: 0.1})
+    monkeypatch.setattr(training.timing, "product_rate", lambda *_: 1e12)
+    variants = ["transformers", "CPU functions"]
+    table = training.compare("tiny", {"dtype": "float32"}, ["rms", "layer"], variants, 2)
+    assert [*table["seconds"]] == ["transformers", "CPU functions, rms", "CPU functions, layer"]
+    assert table["tokens"] == 8 * 512 and table["title"] == "training tiny, float32"
+
+
+@pytest.mark.slow
+def test_all_benchmarks_of_a_cpu_run_in_turns_and_the_record_comes_last(monkeypatch, capsys):
+    measure, compare = decoding.measure, training.compare
+    tiny = {"batch_size": 2, "sequence_length": 64}
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--llama2c", "missing"])
+    monkeypatch.setattr(decoding, "measure", lambda shapes, *rest: measure(["260k"], *rest[:4], 1, 8, rest[-1]))
+    monkeypatch.setattr(training, "compare", lambda _, changes, *rest: compare("tiny", changes | tiny, *rest[:2], 1))
+    assert importlib.import_module("benchmarks.__main__").main() == 1  # llama2.c did not run
+    printed = capsys.readouterr().out
+    assert "| llama2.c | not run: FileNotFoundError" in printed
+    *of_decoding, _, last = json.loads(printed.splitlines()[-1])["tables"]
+    programs = {"transformers", "plain decoder", "ours"}
+    measured = {frozenset(table["seconds"]) - {"llama.cpp"} for table in of_decoding}
+    assert measured == {frozenset(programs), frozenset(["ours"])}
+    assert len(of_decoding) == 6 and [*last["seconds"]] == ["transformers", "CPU functions, rms"]
+
+
+ROOT = Path(__file__).parents[2]
+NEEDS_BASH = pytest.mark.skipif(not all(map(shutil.which, ("bash", "timeout"))), reason="needs bash and timeout")
+
+
+def test_benchmarks_import_on_a_machine_made_for_torch_and_triton():
+    absent = "scipy xdist pandas matplotlib tokenizers numba jinja2".split()
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import benchmarks.kernels, benchmarks.training"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def run_script(folder: Path, *steps: str, failing: str = "nothing") -> subprocess.CompletedProcess:
+    """Run gpu.sh with a Python that prints its arguments and an object, or fails where they contain `failing`."""
+    python = f"printf 'ran:'; printf ' %q' \"$@\"; echo; [[ $* != *'{failing}'* ]] && echo '{{}}'"
+    for name, code in (("python", python), ("nvidia-smi", "echo NVIDIA H200")):
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{code}\n")
+        (folder / name).chmod(0o755)
+    environment = os.environ | {"OUT": str(folder / "out"), "PYTHON": str(folder / "python")}
+    environment["PATH"] = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(["bash", ROOT / "benchmarks/gpu.sh", *steps], capture_output=True, text=True, env=environment)
+
+
+def steps_of(done: subprocess.CompletedProcess) -> list[str]:
+    return re.findall(r"^== (\S+), after", done.stdout, re.MULTILINE)
+
+
+@NEEDS_BASH
+def test_commands_of_the_script_are_understood_and_one_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
+    done = run_script(tmp_path, failing=" 1b ")
+    assert steps_of(done)[:3] == ["smoke", "124m", "train.py"]
+    assert "failed: 1b 1b-plain 1b-layer decoding-128 decoding-4000" in done.stdout and done.returncode == 1
+    assert (tmp_path / "out" / "norms-nvidia-h200.json").read_text() == "{}\n"
+    commands = [shlex.split(line) for line in re.findall(r"^ran: -m (benchmarks.*)$", done.stdout, re.MULTILINE)]
+    assert len(commands) == 11
+    for name, *flags in commands:
+        monkeypatch.setattr(sys, "argv", [name, *flags, "--help"])  # which is only reached after flags that are right
+        with pytest.raises(SystemExit, match="0"):
+            importlib.import_module(name).main()
+    patterns = "|".join(command[-1] for command in commands if command[0] == "benchmarks.kernels")
+    assert all(re.search(patterns, case.name) for case in kernel_benchmarks.all_cases(torch.device("cpu")))
+
+
+@NEEDS_BASH
+def test_the_script_runs_the_chosen_steps_and_then_those_without_a_result(tmp_path):
+    chosen = run_script(tmp_path, "loss", "norms")
+    assert chosen.returncode == 0 and steps_of(chosen) == ["norms", "loss"]
+    assert (tmp_path / "out" / "norms-nvidia-h200.json").read_text() == "{}\n"
+    rest = run_script(tmp_path, failing=" -m smoke")
+    assert not {"norms", "loss"} & {*steps_of(rest)} and "failed: smoke\n" in rest.stdout and rest.returncode == 1
+    again = run_script(tmp_path)
+    assert steps_of(again) == ["smoke"] and again.returncode == 0
+    assert run_script(tmp_path, "nonsense").returncode == 1
