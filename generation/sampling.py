@@ -41,12 +41,12 @@ def filter_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     large vocabulary takes longer than a decoding step of a small model.
     """
     logits = apply_temperature(logits, sampling.temperature)
-    kept, ids = (logits, None) if sampling.top_k == 0 else logits.topk(min(sampling.top_k, logits.shape[-1]))
+    remaining, ids = (logits, None) if sampling.top_k == 0 else logits.topk(min(sampling.top_k, logits.shape[-1]))
     if sampling.top_p < 1:
-        kept = keep_top_p(kept, sampling.top_p)
+        remaining = keep_top_p(remaining, sampling.top_p)
     if sampling.min_p > 0:
-        kept = keep_min_p(kept, sampling.min_p)
-    return kept if ids is None else torch.full_like(logits, -math.inf).scatter_(-1, ids, kept)
+        remaining = keep_min_p(remaining, sampling.min_p)
+    return remaining if ids is None else torch.full_like(logits, -math.inf).scatter_(-1, ids, remaining)
 
 
 def generator_for(seed: int, sample: int, device: torch.device) -> torch.Generator:

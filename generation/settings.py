@@ -119,12 +119,12 @@ def recommended_sampling(directory: Path, adapter: str | None = None) -> Samplin
     unused = [key for key in UNUSED if fields.get(key) not in (None, 0, 1, [])]
     if unused:
         note(f"{path} has {', '.join(unused)}, without effect here")
-    given = {name: fields[name] for name in vars(Sampling()) if name in fields}
-    if not given and "do_sample" not in fields:
+    recommended = {name: fields[name] for name in vars(Sampling()) if name in fields}
+    if not recommended and "do_sample" not in fields:
         return None
-    values = {"temperature": 1.0, "top_k": 50} | given
+    values = {"temperature": 1.0, "top_k": 50} | recommended
     if fields.get("do_sample") is not True:
-        values = {"temperature": 0, "repetition_penalty": given.get("repetition_penalty", 1)}
+        values = {"temperature": 0, "repetition_penalty": recommended.get("repetition_penalty", 1)}
     elif values["top_k"] == -1:  # off, in vLLM's files
         values["top_k"] = 0
     try:
