@@ -181,18 +181,18 @@ def from_json(fields: dict) -> ModelConfig:
     if model_type not in FAMILIES:
         raise ValueError(f"model_type is {model_type!r}, and supported are {', '.join([*FAMILIES, 'prenorm'])}")
     family = FAMILIES[model_type]
-    given, fields = fields, DEFAULTS | family.defaults | fields
+    stored_fields, fields = fields, DEFAULTS | family.defaults | fields
     rope = read_rope(fields)
-    for key, value in {**given, "partial_rotary_factor": rope.pop("partial_rotary_factor")}.items():
+    for key, value in {**stored_fields, "partial_rotary_factor": rope.pop("partial_rotary_factor")}.items():
         if value not in HARMLESS.get(key, (value,)):
             raise ValueError(f"{key} is {value!r}, which this decoder cannot represent")
     kv_heads, context, bias = fields["num_key_value_heads"], fields["max_position_embeddings"], family.qkv_bias
     if isinstance(bias, str):
         bias = fields[bias] or False
-    kinds, window = fields["layer_types"] or (), fields["sliding_window"]
-    if unknown := {*kinds} - {"full_attention", "sliding_attention"}:
+    layer_types, window = {*(fields["layer_types"] or ())}, fields["sliding_window"]
+    if unknown := layer_types - {"full_attention", "sliding_attention"}:
         raise ValueError(f"layer_types has {', '.join(sorted(unknown))}, which this decoder cannot represent")
-    if window is not None and (fields["use_sliding_window"] or "sliding_attention" in kinds):
+    if window is not None and (fields["use_sliding_window"] or "sliding_attention" in layer_types):
         context = min(context, window)  # up to the length of its window, such a layer attends to all tokens
     config = ModelConfig(
         **{key: fields[key] for key in SHAPE_FIELDS},
@@ -220,9 +220,9 @@ def read_rope(fields: dict) -> dict:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", *ROPE_SCALING) or not ROPE_KEYS.issuperset(rope):
         raise ValueError(f"rotary positions are {rope}, and only default, {', '.join(ROPE_SCALING)} are supported")
-    always = {key: rope.get(key, fields.get(key)) for key in ("rope_theta", "partial_rotary_factor")}
+    common = {key: rope.get(key, fields.get(key)) for key in ("rope_theta", "partial_rotary_factor")}
     if kind == "default":
-        return always
+        return common
     scaling = {key: rope.get(key) for key in ROPE_SCALING[kind]}
     if "original_max_position_embeddings" in scaling:
         context, key = fields["max_position_embeddings"], "original_max_position_embeddings"
@@ -236,4 +236,4 @@ def read_rope(fields: dict) -> dict:
             scaling["factor"] = context / scaling["original_max_position_embeddings"]
         if scaling["attention_factor"] is None:  # Peng et al. 2023, equation 22
             scaling["attention_factor"] = 0.1 * math.log(max(scaling["factor"], 1.0)) + 1
-    return {**always, "rope_type": kind, **scaling}
+    return {**common, "rope_type": kind, **scaling}

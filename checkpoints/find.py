@@ -17,12 +17,12 @@ def find_checkpoint(path: Path | str) -> Path:
     name, path = str(path), Path(path)
     if path.is_file():
         raise UserError(f"{path} is a file; give the directory of a checkpoint or a run.")
-    model = HUB_ID.fullmatch(name)
-    if model and not path.exists() and not Path(name.partition("/")[0]).is_dir():
-        run = RUNS / model[2]
+    hub_id = HUB_ID.fullmatch(name)
+    if hub_id and not path.exists() and not Path(name.partition("/")[0]).is_dir():
+        run = RUNS / hub_id[2]
         if run.is_dir():
             raise UserError(f"{name} does not exist; did you mean {run}?")
-        return download(model[1], model[3])
+        return download(hub_id[1], hub_id[3])
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         return path
     saves = saves_in(path)
@@ -58,8 +58,8 @@ def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Pat
 
 def generation_config(model: Path, adapter: Path | None) -> Path:
     """The generation_config.json of an adapter, if it has one, or else of its model."""
-    own = (adapter or model) / "generation_config.json"
-    return own if own.is_file() else model / own.name
+    path = (adapter or model) / "generation_config.json"
+    return path if path.is_file() else model / path.name
 
 
 def download(name: str, revision: str | None) -> Path:
@@ -67,10 +67,10 @@ def download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    wanted = ["model.safetensors", "model-*.safetensors", "adapter_model.safetensors", *SIDE_FILES]
+    patterns = ["model.safetensors", "model-*.safetensors", "adapter_model.safetensors", *SIDE_FILES]
     try:
         # `*` matches `/` too, so that folders such as original/ and onnx/ are excluded separately
-        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns="*/*"))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns="*/*"))
     except LocalEntryNotFoundError as error:  # no network, and nothing in the cache
         where = "is no local path, and the Hugging Face Hub cannot be reached"
         raise UserError(f"{name} {where}; connect to it, or give a run.{newest_runs()}") from error
@@ -81,10 +81,11 @@ def download(name: str, revision: str | None) -> Path:
 
 def newest_run(folder: Path = RUNS) -> Path:
     """The run folder in `folder` whose newest checkpoint was saved last."""
-    for run in runs_in(folder):
-        return run
-    fix = "train one with `python train.py`, or give a run folder or a checkpoint"
-    raise UserError(f"there is no run in {folder}/; {fix}.")
+    runs = runs_in(folder)
+    if not runs:
+        fix = "train one with `python train.py`, or give a run folder or a checkpoint"
+        raise UserError(f"there is no run in {folder}/; {fix}.")
+    return runs[0]
 
 
 def newest_runs(folder: Path = RUNS) -> str:
@@ -101,7 +102,7 @@ def runs_in(folder: Path) -> list[Path]:
 
 def saves_in(run: Path) -> list[Path]:
     """The complete checkpoints in a run folder, in the order in which they are preferred."""
-    return [path for name in ("best", "last") for path in candidates(run / name) if is_complete(path)]
+    return [path for name in ("best", "last") for path in save_paths(run / name) if is_complete(path)]
 
 
 def is_complete(directory: Path) -> bool:
@@ -109,7 +110,7 @@ def is_complete(directory: Path) -> bool:
     return (directory / "state.json").is_file()
 
 
-def candidates(target: Path) -> list[Path]:
+def save_paths(target: Path) -> list[Path]:
     """The directories that may hold checkpoint `target`, in this order: an interrupted save leaves .new or .old."""
     return [target.with_name(target.name + suffix) for suffix in ("", ".new", ".old")]
 

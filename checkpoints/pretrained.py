@@ -141,13 +141,13 @@ def open_checkpoint(directory: Path | str, adapter: Path | None = None) -> Check
             raise UserError(f"{directory} has a head beside its tied embedding; set tie_word_embeddings to false.")
         redundant.add("lm_head.weight")
     tensors = {name: tensor for name, tensor in stored.items() if name not in redundant}
-    wrong = [f"{name} is missing" for name in shapes if name not in tensors]
+    mismatches = [f"{name} is missing" for name in shapes if name not in tensors]
     for name, tensor in tensors.items():
         if tensor.shape != shapes.get(name):
-            wrong.append(f"{name} has shape {tensor.shape}" if name in shapes else f"{name} is unexpected")
-    if wrong:
-        more = f" and {len(wrong) - 8} more" if len(wrong) > 8 else ""
-        raise UserError(f"the tensors of {directory} do not fit its config.json: {', '.join(wrong[:8])}{more}.")
+            mismatches.append(f"{name} has shape {tensor.shape}" if name in shapes else f"{name} is unexpected")
+    if mismatches:
+        more = f" and {len(mismatches) - 8} more" if len(mismatches) > 8 else ""
+        raise UserError(f"the tensors of {directory} do not fit its config.json: {', '.join(mismatches[:8])}{more}.")
     return Checkpoint(Path(directory), config, tensors, adapter)
 
 

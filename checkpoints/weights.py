@@ -76,8 +76,8 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
         with reading(path, DOWNLOAD):
             file = safe_open(path, framework="pt")
             for key in file.keys():  # noqa: SIM118 - it is no dict
-                part = file.get_slice(key)
-                tensors[key] = StoredTensor(path, file, key, tuple(part.get_shape()), part.get_dtype())
+                header = file.get_slice(key)
+                tensors[key] = StoredTensor(path, file, key, tuple(header.get_shape()), header.get_dtype())
     if "embed_tokens.weight" in tensors:  # saved from a base model, without its head
         return {name if name.startswith("lm_head.") else f"model.{name}": tensor for name, tensor in tensors.items()}
     return tensors

@@ -13,7 +13,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +24,7 @@ import tyro
 
 from checkpoints.find import find_adapter, find_checkpoint
 from checkpoints.pretrained import load_pretrained
-from contrib.programs import Program, ask, llama_cpp, transformers
+from contrib.programs import ask, llama_cpp, model_answers, text_answers, transformers
 from data.chat import BREAK, ChatFormat
 from errors import UserError, exit_on_user_error, printable
 from generation.load import merge, open_model, tokenizer_directory
@@ -71,31 +72,33 @@ def main(
     reference = next(programs)
     if "refused" in reference:
         raise UserError(reference["refused"])
+    del reference["program"]
+    columns = [*programs]
+    for answers in [] if other is None else ask_programs(other, python, questions):
+        columns.append(answers | {"program": f"{Path(other).name} in {answers['program']}"})
+    if not columns:
+        raise UserError("no other program is installed: pip install transformers, or give --with OTHER.")
     # A sum of n products is off by about sqrt(n) roundings (Higham and Mary 2019), the seven of each layer add up in
     # quadrature, and the angle at position p is off by p roundings. Both programs round.
     products = 7 * config.num_hidden_layers * max(config.hidden_size, config.intermediate_size)
     tolerances = 2 * 2.0**-24 * (products**0.5 + positions) * np.linalg.norm(reference["logits"], axis=1)
-    columns = {answers["program"]: answers for answers in programs}
-    if other is not None:
-        for answers in ask_programs(other, python, questions):
-            columns[f"{Path(other).name} in {answers['program']}"] = answers
-    if not columns:
-        raise UserError("no other program is installed: pip install transformers, or give --with OTHER.")
+    compare = {"logits": partial(logits_difference, positions, tolerances)}
+    compare["loss per token"] = partial(loss_difference, tolerances)
     table = {}
-    for program, answers in columns.items():
-        unanswered = "refused" if "refused" in answers else "not asked"
-        table[program] = {"opens": answers.get("refused", "equal")}
-        table[program] |= {name: unanswered for name in reference if name != "program"}
-        for name in reference.keys() & answers.keys() - {"program"}:
-            table[program][name] = difference(reference[name], answers[name], questions["positions"], tolerances)
+    for answers in columns:
+        cells = table[answers["program"]] = {"opens": answers.get("refused", "equal")}
+        for name, answer in reference.items():
+            if name in answers:
+                cells[name] = compare.get(name, difference)(answer, answers[name])
+            else:
+                cells[name] = "refused" if "refused" in answers else "not asked"
     print(json.dumps(table, indent=2, ensure_ascii=False) if as_json else as_text(table))
     return int(any(cell not in ("equal", "not asked") for cells in table.values() for cell in cells.values()))
 
 
 def as_text(table: dict[str, dict[str, str]]) -> str:
     """The table with a line for each question."""
-    names = next(iter(table.values()), {})
-    rows = [["", *table], *([name, *(cells[name] for cells in table.values())] for name in names)]
+    rows = [["", *table], *([name, *(cells[name] for cells in table.values())] for name in next(iter(table.values())))]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return printable("\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows))
 
@@ -117,33 +120,38 @@ def ask_programs(place: str, pythons: tuple[str, ...], questions: dict) -> Itera
     for python in pythons:
         yield ask_other_python(python, {"questions": questions, **files})
     if importlib.util.find_spec("llama_cpp"):
-        yield ask(llama, questions, place=place, context=len(questions["ids"]))
+        yield ask(llama, questions, place=place)
 
 
-def prenorm(program: Program, place: str) -> None:
+def prenorm(questions: dict, place: str) -> Iterator[dict]:
     """This program."""
     checkpoint, tokenizer, ends = open_model(find_checkpoint(place))
+    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
 
     def chat(messages: list[dict]) -> dict:
         text = "".join(ChatFormat(tokenizer).render(messages))
         return {"text": text.replace(BREAK, ""), "ids": tokenizer.encode_special(text, BREAK).ids}
 
-    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    program.encode, program.encode_with_bos = tokenizer.encode, lambda text: bos + tokenizer.encode(text)
-    program.chat, program.ends = chat, sorted(ends)
-    program.sampling = vars(recommended_sampling(find_checkpoint(place)) or Sampling(temperature=0))
+    yield text_answers(questions, tokenizer.encode, lambda text: bos + tokenizer.encode(text), chat)
+    sampling = recommended_sampling(find_checkpoint(place)) or Sampling(temperature=0)
+    yield {"EOS": sorted(ends), "sampling": vars(sampling)}
     decoder = load_pretrained(checkpoint, cast=True).eval().requires_grad_(False)
-    program.logits = lambda ids, positions: decoder(torch.tensor([ids]))[0, positions].numpy()
+    yield model_answers(questions, lambda ids, positions: decoder(torch.tensor([ids]))[0, positions].numpy())
 
 
-def exported_to_llama_cpp(program: Program, place: str, context: int) -> None:
+def exported_to_llama_cpp(questions: dict, place: str) -> Iterator[dict]:
     """llama.cpp, for which the model is written as a GGUF file, with its adapter merged."""
+    yield {"program": "llama.cpp"}
     from contrib.gguf import write_gguf
 
+    checkpoint, tokenizer, ends = open_model(find_checkpoint(place))
     with tempfile.TemporaryDirectory() as folder:
-        merge(*open_model(find_checkpoint(place)), Path(folder) / "merged")
-        write_gguf(Path(folder) / "merged", Path(folder) / "model.gguf", "float32")
-        llama_cpp(program, f"{folder}/model.gguf", context)  # which keeps the file open
+        directory = checkpoint.directory
+        if checkpoint.adapter is not None:
+            directory = Path(folder) / "merged"
+            merge(checkpoint, tokenizer, ends, directory)
+        write_gguf(directory, Path(folder) / "model.gguf", "float32")
+        yield from llama_cpp(questions, f"{folder}/model.gguf")
 
 
 def ask_other_python(python: str, arguments: dict) -> dict:
@@ -156,32 +164,39 @@ def ask_other_python(python: str, arguments: dict) -> dict:
         if done.returncode:
             return {"program": python, "refused": f"refused: {done.stderr.strip().splitlines()[-1]}"}
         with np.load(answered) as arrays:
-            return {name: json.loads(str(array)) if array.ndim == 0 else array for name, array in arrays.items()}
+            answers = {name: json.loads(str(array)) if array.ndim == 0 else array for name, array in arrays.items()}
+    return answers | {"program": f"{answers['program']} ({python})"}
 
 
-def difference(ours: object, theirs: object, positions: Sequence = (), tolerances: np.ndarray | float = 0.0) -> str:
-    """Where two answers part first, with both sides; or "equal"."""
-    if isinstance(ours, np.ndarray):  # logits (P, V)
-        if ours.shape != theirs.shape:
-            return f"ours {ours.shape[1]} logits, theirs {theirs.shape[1]}"
-        different = ~(np.linalg.norm(theirs - ours, axis=1) <= tolerances)
-        if not different.any():
-            return "equal"
-        i = different.argmax()  # the first
-        token = np.abs(theirs[i] - ours[i]).argmax()
-        return f"position {positions[i]}, token {token}: ours {ours[i, token]:.5g}, theirs {theirs[i, token]:.5g}"
-    if isinstance(ours, float):  # the loss: a mean of errors that are independent, each at most sqrt(2) of its logits'
-        error = np.sqrt(2 * np.mean(np.square(tolerances)) / np.size(tolerances))
-        return "equal" if abs(theirs - ours) <= error else f"ours {ours:.6g}, theirs {theirs:.6g}"
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        for key in {**ours, **theirs}:
-            if ours.get(key) != theirs.get(key):
-                return f"{key!r:.24} {difference(ours.get(key, 'refused'), theirs.get(key, 'refused'))}"
+def logits_difference(positions: np.ndarray, tolerances: np.ndarray, ours: np.ndarray, theirs: np.ndarray) -> str:
+    """Where logits (P, V) part first, or "equal"."""
+    if ours.shape != theirs.shape:
+        return f"ours {ours.shape[1]} logits, theirs {theirs.shape[1]}"
+    different = ~(np.linalg.norm(theirs - ours, axis=1) <= tolerances)
+    if not different.any():
         return "equal"
-    if type(ours) is type(theirs) and isinstance(ours, str | list) and ours != theirs:
+    i = different.argmax()  # the first
+    token = np.abs(theirs[i] - ours[i]).argmax()
+    return f"position {positions[i]}, token {token}: ours {ours[i, token]:.5g}, theirs {theirs[i, token]:.5g}"
+
+
+def loss_difference(tolerances: np.ndarray, ours: float, theirs: float) -> str:
+    """Both losses, or "equal". A mean of errors that are independent, each at most sqrt(2) of its logits'."""
+    error = np.sqrt(2 * np.mean(np.square(tolerances)) / np.size(tolerances))
+    return "equal" if abs(theirs - ours) <= error else f"ours {ours:.6g}, theirs {theirs:.6g}"
+
+
+def difference(ours: object, theirs: object) -> str:
+    """Where two answers part first, with both sides; or "equal"."""
+    if ours == theirs:
+        return "equal"
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        key = next(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
+        return f"{key!r:.24} {difference(ours.get(key, 'refused'), theirs.get(key, 'refused'))}"
+    if type(ours) is type(theirs) and isinstance(ours, str | list):
         start = len(os.path.commonprefix([ours, theirs]))  # noqa: RUF071 - no paths
         return f"from {start}: ours {ours[start:][:20]!r:.24}, theirs {theirs[start:][:20]!r:.24}"
-    return "equal" if ours == theirs else f"ours {ours!s:.24}, theirs {theirs!s:.24}"
+    return f"ours {ours!s:.24}, theirs {theirs!s:.24}"
 
 
 if __name__ == "__main__":

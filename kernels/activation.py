@@ -99,7 +99,7 @@ def swiglu_backward(dhidden: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return dgate_up, hidden
 
 
-class SwiGLU(torch.autograd.Function):
+class FusedSwiGLU(torch.autograd.Function):
     """See `swiglu`."""
 
     @staticmethod
@@ -115,10 +115,10 @@ class SwiGLU(torch.autograd.Function):
 
 def swiglu(gate_up):
     """As `reference.swiglu`."""
-    return SwiGLU.apply(gate_up)
+    return FusedSwiGLU.apply(gate_up)
 
 
-class SwiGLUMLP(torch.autograd.Function):
+class FusedMLP(torch.autograd.Function):
     """See `swiglu_mlp`. x (..., D) and weights of one dtype."""
 
     @staticmethod
@@ -142,4 +142,4 @@ class SwiGLUMLP(torch.autograd.Function):
 
 def swiglu_mlp(x, gate_up_weight, down_weight):
     """As `reference.swiglu_mlp`."""
-    return SwiGLUMLP.apply(x, gate_up_weight.to(x.dtype), down_weight.to(x.dtype))
+    return FusedMLP.apply(x, gate_up_weight.to(x.dtype), down_weight.to(x.dtype))

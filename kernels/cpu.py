@@ -31,7 +31,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return F.linear(a, b)
 
 
-class Linear(torch.autograd.Function):
+class OneDNNLinear(torch.autograd.Function):
     """See `linear`, without a bias. x (..., in_features), weight (out_features, in_features)."""
 
     @staticmethod
@@ -53,11 +53,11 @@ def linear(x, weight, bias=None):
     """As `reference.linear`. Without gradients it is that, because few rows are slower in oneDNN."""
     if x.dtype != torch.float32 or not torch.is_grad_enabled():
         return reference.linear(x, weight, bias)
-    y = Linear.apply(x, weight.to(x.dtype))
+    y = OneDNNLinear.apply(x, weight.to(x.dtype))
     return y if bias is None else y + bias
 
 
-class Norm(torch.autograd.Function):
+class FusedNorm(torch.autograd.Function):
     """See `normalize`. s (..., D); the result is the normalized s alone."""
 
     @staticmethod
@@ -101,11 +101,11 @@ def normalize(x, weight=None, bias=None, residual=None, *, kind, eps):
     if weight is None or weight.dtype != torch.float32:
         return reference.normalize(x, weight, bias, residual, kind=kind, eps=eps)
     s = x if residual is None else (x + residual).to(residual.dtype)  # torch adds bfloat16 in float32, rounding once
-    y = Norm.apply(s, weight, bias, kind, eps)
+    y = FusedNorm.apply(s, weight, bias, kind, eps)
     return y.to(x.dtype), s
 
 
-class Rotary(torch.autograd.Function):
+class RotatePairs(torch.autograd.Function):
     """Rotate the pairs (i, i + d/2) of each head of x (B, T, N, d); cos and sin are float32 (T or B, T; 1, d/2)."""
 
     @staticmethod
@@ -138,7 +138,7 @@ def rotary(qkv, cos, sin, num_heads, num_kv_heads, q_norm_weight=None, k_norm_we
         return reference.rotary(qkv, cos, sin, num_heads, num_kv_heads, q_norm_weight, k_norm_weight, eps)
     heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))  # (B, T, H + 2K, d)
     qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=-2)
-    q, k = Rotary.apply(qk, cos.unsqueeze(-2), sin.unsqueeze(-2)).split((num_heads, num_kv_heads), dim=-2)
+    q, k = RotatePairs.apply(qk, cos.unsqueeze(-2), sin.unsqueeze(-2)).split((num_heads, num_kv_heads), dim=-2)
     return q, k, v
 
 
@@ -150,13 +150,13 @@ class CausalAttention(torch.autograd.Function):
         """Plain products; the query heads of a group are rows of one product, so keys are never repeated."""
         batch, heads, length, width = q.shape
         groups = heads // k.shape[1]
-        future = torch.full((length, length), float("-inf"), dtype=q.dtype).triu_(1).repeat(groups, 1)  # (G T, T)
+        mask_bias = torch.full((length, length), float("-inf"), dtype=q.dtype).triu_(1).repeat(groups, 1)  # (G T, T)
         if mask is not None:  # (B K, G T, T)
             hidden = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
-            future = hidden.repeat(batch // len(mask), k.shape[1], groups, 1).flatten(0, 1)
+            mask_bias = hidden.repeat(batch // len(mask), k.shape[1], groups, 1).flatten(0, 1)
         q = q.reshape(-1, groups * length, width)  # (B K, G T, d)
         k, v = k.reshape(-1, length, width), v.reshape(-1, length, width)  # (B K, T, d)
-        scores = torch.baddbmm(future, q, k.transpose(1, 2), alpha=width**-0.5)  # (B K, G T, T)
+        scores = torch.baddbmm(mask_bias, q, k.transpose(1, 2), alpha=width**-0.5)  # (B K, G T, T)
         p = torch.softmax(scores, -1)  # float32 inside
         ctx.save_for_backward(q, k, v, p)
         return torch.bmm(p, v).view(batch, heads, length, width)
@@ -186,7 +186,7 @@ def attention(q, k, v, mask=None):
     return reference.attention(q, k, v, mask)
 
 
-class SwiGLU(torch.autograd.Function):
+class FusedSwiGLU(torch.autograd.Function):
     """silu(gate) * up of (..., F) each, of which only gate and up themselves are kept."""
 
     @staticmethod
@@ -204,40 +204,40 @@ class SwiGLU(torch.autograd.Function):
 
 def swiglu(gate_up):
     """As `reference.swiglu`, with silu rounded to the dtype before the product with up."""
-    return SwiGLU.apply(*(half.contiguous() for half in gate_up.chunk(2, dim=-1)))
+    return FusedSwiGLU.apply(*(half.contiguous() for half in gate_up.chunk(2, dim=-1)))
 
 
 def swiglu_mlp(x, gate_up_weight, down_weight):
     """As `reference.swiglu_mlp`. Two products: elementwise operations on halves of rows would take twice as long."""
     gate, up = (linear(x, weight) for weight in gate_up_weight.to(x.dtype).chunk(2))
-    return linear(SwiGLU.apply(gate, up), down_weight)
+    return linear(FusedSwiGLU.apply(gate, up), down_weight)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
     """See `linear_cross_entropy`. x and weight of one dtype."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, keep):
-        """Loss of each token, chunk by chunk; with `keep` also softmax - onehot, rounded as a gradient would be."""
+    def forward(ctx, x, weight, targets, needs_gradients):
+        """Loss of each token, chunk by chunk; for gradients also softmax - onehot, rounded as a gradient would be."""
         counted = targets != reference.IGNORED
         target = targets.masked_fill(~counted, 0)[:, None]
         loss = torch.empty(len(x), dtype=torch.float32)
-        delta = x.new_empty(len(x) if keep else 0, len(weight))
+        delta = x.new_empty(len(x) if needs_gradients else 0, len(weight))
         buffer = torch.empty(SOFTMAX_ROWS, len(weight), dtype=torch.float32)
         minus_one = torch.full((SOFTMAX_ROWS, 1), -1.0)
         for start in range(0, len(x), PRODUCT_ROWS):
             logits = product(x[start : start + PRODUCT_ROWS], weight)
             for first in range(0, len(logits), SOFTMAX_ROWS):
-                some = logits[first : first + SOFTMAX_ROWS]
-                rows, p = slice(start + first, start + first + len(some)), buffer[: len(some)]
-                largest = p.copy_(some).amax(-1)
+                chunk = logits[first : first + SOFTMAX_ROWS]
+                rows, p = slice(start + first, start + first + len(chunk)), buffer[: len(chunk)]
+                largest = p.copy_(chunk).amax(-1)
                 torch.softmax(p, -1, out=p)
                 # logsumexp = the largest logit - log of its probability, which is never too small for a logarithm
-                loss[rows] = largest - p.amax(-1).log_() - some.gather(1, target[rows])[:, 0]
-                if keep:
-                    p.scatter_add_(1, target[rows], minus_one[: len(some)])  # before the rounding
+                loss[rows] = largest - p.amax(-1).log_() - chunk.gather(1, target[rows])[:, 0]
+                if needs_gradients:
+                    p.scatter_add_(1, target[rows], minus_one[: len(chunk)])  # before the rounding
                     delta[rows] = p
-        if keep:
+        if needs_gradients:
             ctx.save_for_backward(x, weight, delta, counted)
         return loss.masked_fill_(~counted, 0.0)
 
@@ -254,6 +254,6 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 def linear_cross_entropy(x, weight, targets, token_weights=None):
     """As `reference.linear_cross_entropy`, without float32 logits of all tokens."""
-    keep = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    losses = LinearCrossEntropy.apply(x, weight.to(x.dtype), targets, keep)
+    needs_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    losses = LinearCrossEntropy.apply(x, weight.to(x.dtype), targets, needs_gradients)
     return losses if token_weights is None else (losses * token_weights.detach()).sum()

@@ -170,7 +170,7 @@ def rescale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
-class WeightedLoss(torch.autograd.Function):
+class WeightedCrossEntropy(torch.autograd.Function):
     """The weighted sum of the losses; the forward pass makes the gradients. See `linear_cross_entropy`."""
 
     @staticmethod
@@ -204,4 +204,4 @@ def linear_cross_entropy(x, weight, targets, token_weights=None):
     if token_weights is None:
         return reference.linear_cross_entropy(x, weight, targets)
     token_weights = token_weights.detach().float().expand(targets.shape)
-    return WeightedLoss.apply(x, weight, targets, token_weights, *needs)
+    return WeightedCrossEntropy.apply(x, weight, targets, token_weights, *needs)

@@ -183,7 +183,7 @@ def backward_geometry(block: int, rows: int, device: torch.device) -> tuple[int,
     return max(1, min(resident, rows // max(tile, 8))), options
 
 
-class Norm(torch.autograd.Function):
+class FusedNorm(torch.autograd.Function):
     """See `normalize`. Returns y and s, which is empty without a residual."""
 
     @staticmethod
@@ -218,5 +218,5 @@ def normalize(x, weight=None, bias=None, residual=None, *, kind, eps):
     element_size = max(x.element_size(), 0 if residual is None else residual.element_size())
     if tile_width(x.shape[-1]) * element_size > MAX_ROW_BYTES:
         return reference.normalize(x, weight, bias, residual, kind=kind, eps=eps)
-    y, s = Norm.apply(x, residual, weight, bias, kind, eps)
+    y, s = FusedNorm.apply(x, residual, weight, bias, kind, eps)
     return y, x if residual is None else s

@@ -247,7 +247,7 @@ def rotary_backward(
     return dqkv, dweights if parts is None else parts.sum(0).view_as(dweights)
 
 
-class Rotary(torch.autograd.Function):
+class FusedRotary(torch.autograd.Function):
     """See `rotary`."""
 
     @staticmethod
@@ -272,4 +272,4 @@ class Rotary(torch.autograd.Function):
 
 def rotary(qkv, cos, sin, num_heads, num_kv_heads, q_norm_weight=None, k_norm_weight=None, eps=1e-6):
     """As `reference.rotary`."""
-    return Rotary.apply(qkv, cos, sin, num_heads, num_kv_heads, q_norm_weight, k_norm_weight, eps)
+    return FusedRotary.apply(qkv, cos, sin, num_heads, num_kv_heads, q_norm_weight, k_norm_weight, eps)

@@ -90,15 +90,15 @@ class Step(NamedTuple):
 
 def to_choices(request: Request, steps: Sequence[Step]) -> list[dict]:
     """The choices of a response, or of a chunk of one, in OpenAI's format."""
-    by_choice: dict[int, list[Step]] = {}
+    steps_by_choice: dict[int, list[Step]] = {}
     for step in steps:
-        by_choice.setdefault(step.choice, []).append(step)
+        steps_by_choice.setdefault(step.choice, []).append(step)
     choices = []
-    for index, own in sorted(by_choice.items()):
-        text, tokens = "".join(step.text for step in own), [token for step in own for token in step.tokens]
-        choice = {"index": index, "finish_reason": own[-1].end, "logprobs": {"content": tokens} if tokens else None}
+    for index, gains in sorted(steps_by_choice.items()):
+        text, tokens = "".join(step.text for step in gains), [token for step in gains for token in step.tokens]
+        choice = {"index": index, "finish_reason": gains[-1].end, "logprobs": {"content": tokens} if tokens else None}
         if isinstance(request, ChatRequest):
-            role = {"role": "assistant"} if own[0].begins else {}  # clients join those of chunks
+            role = {"role": "assistant"} if gains[0].begins else {}  # clients join those of chunks
             choice["delta" if request.stream else "message"] = role | {"content": text}
         else:
             choice["text"] = text
@@ -123,12 +123,14 @@ def model_card(name: str, directory: Path, config: ModelConfig, tokenizer: Token
     """What /v1/models says of a model: OpenAI's fields, and what the page shows."""
     run = directory.parent / "settings.toml"
     prompts = read_toml(run).get("run", {}).get("sample_prompts", ()) if run.exists() else ()
-    card = {"id": name, "object": "model", "owned_by": "prenorm", "sampling": vars(sampling), "created": 0}
-    card |= {"chat": bool(tokenizer.chat_template), "tokenizer": tokenizer.hash, "norm": config.norm}
-    card |= {"placement": config.norm_placement, "parameters": num_parameters(config)}
-    best_loss = read_json(directory / "state.json").get("best_validation_loss")
-    card |= {"context": config.max_position_embeddings, "validation_loss": best_loss}
-    return card | {"examples": [prompt for prompt in prompts if prompt]}
+    return {
+        "id": name, "object": "model", "owned_by": "prenorm", "sampling": vars(sampling), "created": 0,
+        "chat": bool(tokenizer.chat_template), "tokenizer": tokenizer.hash, "norm": config.norm,
+        "placement": config.norm_placement, "parameters": num_parameters(config),
+        "context": config.max_position_embeddings,
+        "validation_loss": read_json(directory / "state.json").get("best_validation_loss"),
+        "examples": [prompt for prompt in prompts if prompt],
+    }  # fmt: skip
 
 
 class ServedModel:
@@ -146,9 +148,8 @@ class ServedModel:
     def answer(self, request: Request, emit: Callable[[Step], object]) -> dict:
         """Emit the steps of the answer, and return the usage. What is wrong with a prompt is raised before them."""
         answer = self.chat if isinstance(request, ChatRequest) else self.complete
-        prompt_tokens, completion_tokens = answer(request, emit)
-        total = prompt_tokens + completion_tokens
-        return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+        read, written = answer(request, emit)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     @explain_out_of_memory("out of memory; send a shorter text.")
     def inspect(self, request: InspectRequest) -> dict:
@@ -172,29 +173,28 @@ class ServedModel:
         streams = {i: TextStream(self.tokenizer, request.stop, request.begin_ids) for i in range(request.n)}
         for choice in streams:
             emit(Step(choice, "", begins=True))
-        return len(ids), self.sample(request, emit, streams, ids, eos_ids=self.eos_ids | chat.ends)
+        return len(ids), self.sample(request, emit, streams, ids, self.eos_ids | chat.ends)
 
     def complete(self, request: CompletionRequest, emit: Callable[[Step], object]) -> tuple[int, int]:
         """Continue each prompt, or only score it; returns the numbers of tokens of the prompts and of the texts."""
-        encoded, completion_tokens = [self.encode(prompt, request) for prompt in request.prompt], 0
+        encoded, written = [self.encode(prompt, request) for prompt in request.prompt], 0
         self.check(encoded)
-        for number, (prompt, ids) in enumerate(zip(request.prompt, encoded, strict=True)):
+        for index, (prompt, ids) in enumerate(zip(request.prompt, encoded, strict=True)):
             self.prefix = PrefixCache()  # in one pass over the prompt, as generate.py; after `score`, from its chunks
             streams = {}
-            for choice in range(number * request.n, (number + 1) * request.n):
+            for choice in range(index * request.n, (index + 1) * request.n):
                 streams[choice] = TextStream(self.tokenizer, request.stop, ids)
                 emit(Step(choice, streams[choice].text if request.echo else "", begins=True))
             if request.echo and request.logprobs is not False:
                 self.score(request, emit, streams, ids)
             if request.max_tokens:
                 is_text = isinstance(prompt, str) and not request.begin_ids
-                first = [tokens_after(self.tokenizer, prompt) if is_text else None] * request.n
-                options = {"eos_ids": self.eos_ids, "first_tokens": first}
-                completion_tokens += self.sample(request, emit, streams, ids, **options)
+                first_tokens = tokens_after(self.tokenizer, prompt) if is_text else None
+                written += self.sample(request, emit, streams, ids, self.eos_ids, first_tokens)
             else:
                 for choice, stream in streams.items():
                     emit(Step(choice, stream.finish(), end="length"))
-        return sum(map(len, encoded)), completion_tokens
+        return sum(map(len, encoded)), written
 
     def encode(self, prompt: str | list[int], request: CompletionRequest) -> list[int]:
         """The ids of a prompt. A text that is only scored begins with the token that begins a document in training."""
@@ -225,8 +225,11 @@ class ServedModel:
                 logprobs = following
         self.prefix = PrefixCache(ids, cache)
 
-    def sample(self, request: Request, emit: Callable, streams: dict[int, TextStream], ids: list, **options) -> int:
-        """Emit a sample for each choice of `streams`; returns the number of new tokens. `options` are `generate`'s."""
+    def sample(
+        self, request: Request, emit: Callable, streams: dict[int, TextStream], ids: list[int], eos_ids: frozenset[int],
+        first_tokens: Sequence[int] | None = None,
+    ) -> int:  # fmt: skip
+        """Emit a sample for each choice of `streams`; returns the number of new tokens."""
         choices, logprobs = list(streams), None
 
         def on_logits(logits: torch.Tensor) -> None:
@@ -243,14 +246,15 @@ class ServedModel:
             end = "stop" if reason in ("eos", "stop") else "length"
             emit(Step(choices[i], streams[choices[i]].finish(), end=end))
 
-        options |= dict(sampling=request.sampling, max_new_tokens=request.max_tokens, seed=request.seed)
-        options |= dict(sample_numbers=range(request.n), vocab_size=self.vocab_size)
-        options |= dict(on_logits=on_logits, on_token=on_token, on_finish=on_finish)
-        if request.n == 1:
-            options["prefix"] = self.prefix
-        else:
+        if request.n > 1:
             self.prefix = PrefixCache()
-        return sum(map(len, generate(self.decoder, [ids] * request.n, **options).tokens))
+        generation = generate(
+            self.decoder, [ids] * request.n, max_new_tokens=request.max_tokens, sampling=request.sampling,
+            seed=request.seed, sample_numbers=range(request.n), first_tokens=[first_tokens] * request.n,
+            eos_ids=eos_ids, vocab_size=self.vocab_size, on_token=on_token, on_finish=on_finish, on_logits=on_logits,
+            prefix=self.prefix if request.n == 1 else None,
+        )  # fmt: skip
+        return sum(map(len, generation.tokens))
 
     def describe(self, token: int, logprobs: torch.Tensor | None, top: int) -> dict:
         """A token in OpenAI's format, and its id; `top_logprobs` has the most likely ones in its place."""

@@ -55,16 +55,15 @@ class Server(uvicorn.Server):
     def read(self, content: bytes, kind: type[Request | InspectRequest]) -> Request | InspectRequest:
         """The request of a body, in which null means nothing. The model of a chat has defaults for its sampling."""
         with reading("the request", "see OpenAI's reference of the API"):
-            given = msgspec.json.decode(content, type=dict)
-            body = {name: value for name, value in given.items() if value is not None}
-            body.setdefault("model", next(iter(self.models)))
-            if "max_completion_tokens" in body:
-                body["max_tokens"] = body["max_completion_tokens"]
-            if body.get("top_k") == -1:  # as vLLM writes "all"
-                body["top_k"] = 0
-            model = self.models.get(str(body["model"]))
+            values = msgspec.json.decode(content, type=dict).items()
+            fields = {"model": next(iter(self.models))} | {name: value for name, value in values if value is not None}
+            if "max_completion_tokens" in fields:
+                fields["max_tokens"] = fields["max_completion_tokens"]
+            if fields.get("top_k") == -1:  # as vLLM writes "all"
+                fields["top_k"] = 0
+            model = self.models.get(str(fields["model"]))
             default = model.sampling if model is not None and kind is ChatRequest else Sampling()
-            return msgspec.convert(body | {"sampling": msgspec.convert(vars(default) | body, Sampling)}, kind)
+            return msgspec.convert(fields | {"sampling": msgspec.convert(vars(default) | fields, Sampling)}, kind)
 
     async def answer(self, http: requests.Request) -> responses.Response:
         is_chat, id = http.url.path == "/v1/chat/completions", f"cmpl-{secrets.token_hex(12)}"

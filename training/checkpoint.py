@@ -23,7 +23,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from checkpoints.find import candidates, is_complete
+from checkpoints.find import is_complete, save_paths
 from checkpoints.pretrained import save_pretrained, save_tensors, write_json
 from checkpoints.weights import find_weight_files
 from data.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ def write_tensors(
     last: Path, model: Decoder, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, rank: int, writers: int
 ) -> None:
     """Write a process's share of the tensors into `last`.new, and config.json, which is the same in all processes."""
-    _, new, _ = candidates(last)
+    _, new, _ = save_paths(last)
     weights = {name: tensor for name, tensor in model.state_dict().items() if model.lora is None or ".lora_" in name}
     moments = {  # as `load_moments` reads them
         f"{moment}.{name}": value
@@ -69,7 +69,7 @@ def write_tensors(
 
 def publish_save(last: Path, state: State, tokenizer: Tokenizer, *, is_adapter: bool, is_best: bool) -> None:
     """Write the files beside the tensors, and the indexes of what several processes wrote, and publish the folder."""
-    _, new, _ = candidates(last)
+    _, new, _ = save_paths(last)
     tokenizer.save(new)
     generation = tokenizer.fields("generation_config.json")
     if not generation and not is_adapter:
@@ -84,14 +84,14 @@ def publish_save(last: Path, state: State, tokenizer: Tokenizer, *, is_adapter: 
             write_json(new / f"{kind}.safetensors.index.json", {"metadata": {}, "weight_map": names})
     if is_best:
         best = last.with_name("best")
-        shutil.copytree(new, candidates(best)[1], ignore=shutil.ignore_patterns("training_state*"), dirs_exist_ok=True)
+        shutil.copytree(new, save_paths(best)[1], ignore=shutil.ignore_patterns("training_state*"), dirs_exist_ok=True)
         publish(best, state)
     publish(last, state)
 
 
 def publish(target: Path, state: State) -> None:
     """Write state.json into `target`.new and rename that to `target`. At any instant one directory is complete."""
-    _, new, old = candidates(target)
+    _, new, old = save_paths(target)
     fsync(*new.iterdir(), new)  # before state.json, which says that everything else is there
     replace_text(new / "state.json", json.dumps(dataclasses.asdict(state), indent=1))
     fsync(new)
@@ -111,7 +111,7 @@ def delete(directory: Path) -> None:
 
 def recover_interrupted_save(target: Path) -> None:
     """Finish or undo an interrupted save: afterwards only `target` is left, if any of the three was complete."""
-    for candidate in candidates(target)[1:]:
+    for candidate in save_paths(target)[1:]:
         if not is_complete(target) and is_complete(candidate):
             delete(target)
             candidate.rename(target)
@@ -120,7 +120,7 @@ def recover_interrupted_save(target: Path) -> None:
 
 def find_complete(target: Path) -> Path | None:
     """The complete directory of the save `target`: itself, or what an interrupted save left; None if there is none."""
-    return next(filter(is_complete, candidates(target)), None)
+    return next(filter(is_complete, save_paths(target)), None)
 
 
 def find_last(run_dir: Path) -> Path:

@@ -137,6 +137,13 @@ def test_an_adapter_is_asked_in_peft_and_half_of_its_alpha_is_found(good, compar
     assert compare(model, other=str(tmp_path / "adapter"))[0] == 1
 
 
+def test_a_model_without_an_adapter_is_written_for_llama_cpp_too(good, monkeypatch):
+    pytest.importorskip("gguf")
+    monkeypatch.setattr(same, "llama_cpp", lambda questions, path: iter([{"bytes": Path(path).stat().st_size}]))
+    *_, answers = same.exported_to_llama_cpp({}, str(good()))
+    assert answers["bytes"] > 0
+
+
 def test_who_refuses_says_so_and_does_not_agree(good, compare):
     status, differences = compare(good(**REFUSED))
     assert status == 1
@@ -148,7 +155,7 @@ def test_who_refuses_says_so_and_does_not_agree(good, compare):
 def test_logits_that_are_not_finite_or_too_many_are_differences(good, compare, tmp_path):
     model, other = good(), good("other", vocab_size=301)
     assert compare(model, other=str(other))[1]["other in prenorm"]["logits"] == "ours 300 logits, theirs 301"
-    cell = same.difference(np.ones((2, 3)), np.full((2, 3), np.nan), [0, 7], np.ones(2))
+    cell = same.logits_difference([0, 7], np.ones(2), np.ones((2, 3)), np.full((2, 3), np.nan))
     assert cell.startswith("position 0, token 0: ours 1, theirs nan")
 
 
