@@ -1,4 +1,4 @@
-"""Every kernel beside its baselines and the machine's limit: `python -m benchmarks.kernels`.
+"""Every kernel beside its baselines and the machine's limit: `python -m benchmarks.kernels [--only 'rms norm']`.
 
 For each shape: forward, backward and both on random data, on a GPU over buffers that exceed its cache. The limit,
 torch's copy or its matrix product, is measured in the same run. Exit status 1: something did not run.
@@ -8,6 +8,7 @@ import argparse
 import gc
 import math
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 
 import kernels
 from benchmarks import timing
-from errors import reading
+from errors import exit_on_user_error, reading
 from kernels import reference
 from model.device import device_name, keep_freed_memory
 
@@ -178,8 +179,8 @@ def compare(case: Case, device: torch.device, copy: float, product: float) -> di
     return timing.compare(case.name, makers, limits, TURNS)
 
 
-def main() -> dict:
-    """Measure what the command line asks for; returns the record."""
+def main() -> int:
+    """Measure what the command line asks for; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose name matches, such as 'rms norm'")
     arguments = parser.parse_args()
@@ -195,8 +196,9 @@ def main() -> dict:
             tables.append(compare(case, device, copy, product))
             torch.compiler.reset()
             gc.collect()
-    return timing.results(device, tables, copy_bytes_per_second=copy, product_flops_per_second=product)
+    return timing.finish(tables, copy_bytes_per_second=copy, product_flops_per_second=product)
 
 
 if __name__ == "__main__":
-    timing.run(main)
+    with exit_on_user_error():
+        sys.exit(main())
