@@ -13,7 +13,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 
 from ablation.plan import arm_settings
 from ablation.report import MISSING, with_interval
@@ -38,12 +37,9 @@ def sweeps(study: Study) -> Iterator[Effect]:
     """For each setting, how much more the losses of arms with one of its values vary over the learning rates than those
     of arms with its first value. A seed with a diverged run is left out: leaving out the learning rate would flatter.
     """
-    spreads = pd.DataFrame(index=study.plan.all_arms, columns=study.plan.phase_seeds["sweep"], dtype=float)
-    for arm in study.schedule.sweep.index:
-        losses = study.schedule.rows_of("sweep", arm).pivot(
-            index="learning_rate", columns="seed", values=study.schedule.measure
-        )
-        spreads.loc[arm] = losses.max(skipna=False) - losses.min(skipna=False)
+    losses = study.rows[study.rows.phase == "sweep"].groupby(["arm", "seed"], observed=True)[study.schedule.measure]
+    spreads = (losses.max() - losses.min()).where(losses.count() == losses.size()).unstack("seed")
+    spreads = spreads.reindex(study.plan.all_arms)
     for setting in study.plan.varied:
         values = [str(study.plan.value(arm, setting)) for arm in study.plan.all_arms.values()]
         (first, base), *others = spreads.groupby(np.array(values), sort=False).mean().iterrows()
