@@ -27,10 +27,8 @@ BF16, TURNS = torch.bfloat16, 5
 OURS, REFERENCE, COMPILED, PYTORCH = "ours", "reference", "torch.compile", "PyTorch's function"
 REPEATS, REPEATS_OF_PRODUCTS = 10, 2  # calls in a turn; products take milliseconds and vary less
 # Shapes by device: large ones on a GPU, those of configs/tiny.toml and small.toml on a CPU.
-NORMS = {
-    "cuda": [(8192, 4096), (16384, 8192), (65536, 1024), (32768, 768), (8192, 4104)],
-    "cpu": [(4096, 256), (2048, 512)],
-}
+NORMS = {"cuda": [(8192, 4096), (16384, 8192), (65536, 1024), (32768, 768), (8192, 4104)]}
+NORMS["cpu"] = [(4096, 256), (2048, 512)]
 MLPS = {"cuda": [(8192, 4096, 14336), (8192, 1024, 2816)], "cpu": [(4096, 256, 704)]}  # rows, hidden, width
 ROTARIES = {"cuda": [(16384, 32, 8, 128), (16384, 16, 8, 64)], "cpu": [(4096, 4, 2, 64)]}  # tokens, heads, k/v, width
 LOSSES = {"cuda": [(8192, 1024, 50304), (8192, 4096, 131072)], "cpu": [(4096, 256, 4096), (2048, 512, 6400)]}
@@ -88,10 +86,10 @@ def norm_case(device: torch.device, kind: str, rows: int, width: int, after_addi
             y = F.layer_norm(total, (width,), weight.to(BF16), bias.to(BF16), 1e-5)
         return (y, total)[:outputs]
 
-    name, moved = f"{kind} norm, {rows} x {width}", (2 * size, 3 * size)
+    name, moved = f"{kind} norm", (2 * size, 3 * size)
     if after_addition:
-        name, moved = f"{kind} norm after addition, {rows} x {width}", (4 * size, 4 * size)
-    return Case(name, make, by_all(device, call) | {PYTORCH: torch_own}, moved)
+        name, moved = f"{kind} norm after addition", (4 * size, 4 * size)
+    return Case(f"{name}, {rows} x {width}", make, by_all(device, call) | {PYTORCH: torch_own}, moved)
 
 
 def mlp_case(device: torch.device, rows: int, hidden: int, width: int) -> Case:
@@ -159,10 +157,8 @@ def make_blocks(baseline: Callable, sets: list[tuple], device: torch.device, rep
         "backward": lambda i: torch.autograd.grad(outputs[i], learned[i], upstream[i], retain_graph=True),
         "both": lambda i: torch.autograd.grad(baseline(*sets[i]), learned[i], upstream[i]),
     }
-    blocks = {}
-    for section, call in calls.items():
-        blocks[section] = partial(timing.block, [partial(call, i) for i in range(len(sets))], device, repeats)
-    return blocks
+    in_turn = {section: [partial(call, i) for i in range(len(sets))] for section, call in calls.items()}
+    return {section: partial(timing.block, every, device, repeats) for section, every in in_turn.items()}
 
 
 def compare(case: Case, device: torch.device, copy: float, product: float) -> dict:

@@ -97,10 +97,8 @@ def draw(studies: Sequence[Study]) -> Figure:
 
     The last row is the mean of `pairs_at_5e_4`.
     """
-    rows = []
-    for study in studies:
-        for group, effects in contrasts(study).items():
-            rows.append((title(study, group), study.plan.margin, effects))
+    every = [(study, group, effects) for study in studies for group, effects in contrasts(study).items()]
+    rows = [(title(study, group), study.plan.margin, effects) for study, group, effects in every]
     if not rows:
         raise UserError("these folders have no finished comparison of RMSNorm and LayerNorm, or of their bias.")
     all_pairs = pooled(pairs_at_5e_4())

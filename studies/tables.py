@@ -74,8 +74,7 @@ def norm_time_rows(*records: str) -> list[dict]:
     """RMSNorm's time of a step over LayerNorm's, for each variant of the code and each record."""
     rows: dict[str, dict] = {}
     for record in records:
-        for effect in norm_times(record, "step"):
-            variant = effect.name.removeprefix("step: ")
+        for variant, effect in norm_times(record, "step").items():
             machine = record.removeprefix("training-norms-")
             rows.setdefault(variant, {"code": variant})[machine] = with_interval(effect, ".3f")
     return [*rows.values()]
