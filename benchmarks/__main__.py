@@ -23,7 +23,7 @@ TURNS = 5
 
 def main() -> int:
     """Measure; returns the exit status."""
-    short = "One kernel, in a minute: python -m benchmarks.kernels --only 'rms norm'"
+    short = "One kernel: python -m benchmarks.kernels --only 'rms norm'"
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.split("\n\n")[0], epilog=short)
     parser.add_argument("--llama2c", type=Path, metavar="PATH", help="llama2.c's program, built with `make runomp`")
     arguments = parser.parse_args()

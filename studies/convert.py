@@ -39,11 +39,9 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
         run = Run(arm.name, "final", seed, plan.candidate_learning_rates[arm.name][0])
         is_branch = start.startswith("quarter")
         is_converted = start != "" and not is_branch
-        changes = {"device": device}
+        changes = {"device": device, "seed": seed + SEED_OFFSET if is_converted else seed}
         if start:
             changes["init_from"] = str(folder / start / "last")
-        if is_converted:
-            changes["seed"] = seed + SEED_OFFSET
         session = set_up(replace_settings(run_settings(plan, run), changes), folder, resume=False, log=no_log)
         if centered:
             center_residual_writers(session.model)
