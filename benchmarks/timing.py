@@ -1,7 +1,7 @@
 """The harness: what is compared takes turns, and every speed stands beside a limit that the machine reached.
 
-A record, such as those in speed/, is a JSON object: the machine, and tables of seconds by program and section. It is
-the last line of a benchmark whose output goes to a file or a pipe.
+A record, such as those in speed/, is a JSON object: the command, the machine, and tables of seconds by program and
+section. It is the last line of a benchmark whose output goes to a file or a pipe.
 The programs of `benchmarks.decoding` time themselves; all else is timed by `block`.
 """
 
@@ -171,6 +171,7 @@ def finish(tables: list[dict], **rates: float) -> int:
     """
     machine = {"device": device_name(default_device()), "processor": processor(), "threads": torch.get_num_threads()}
     machine |= {"torch": torch.__version__, "python": platform.python_version()}
+    command = shlex.join(["python", *sys.orig_argv[1:]])
     if not sys.stdout.isatty():
-        print(json.dumps({"machine": machine | rates, "tables": tables}))
+        print(json.dumps({"command": command, "machine": machine | rates, "tables": tables}))
     return int(any(table["not_run"] for table in tables))
