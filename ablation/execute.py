@@ -70,16 +70,19 @@ class Experiment:
 
 
 def local_workers(torch_device: str, jobs: int | None) -> list[str]:
-    """The torch device of each. For auto: GPUs of one model, as arms of a seed share it, else MPS, else the cores."""
+    """The torch device of each. For auto: GPUs of one model, as arms of a seed share it, else MPS, else the cores. With
+    more jobs than GPUs, several share one: a small model leaves it mostly idle.
+    """
     if jobs is not None and jobs < 1:
         raise UserError(f"--jobs {jobs} must be at least 1.")
     chosen = choose_device(torch_device)
     if chosen.type == "cpu":
         return ["cpu"] * (jobs or usable_cores())
-    if chosen.type != "cuda" or torch_device != "auto":
-        return [str(chosen)]
-    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
-    return [gpu for gpu in gpus if device_model(gpu) == device_model(gpus[0])][:jobs]
+    devices = [str(chosen)]
+    if chosen.type == "cuda" and torch_device == "auto":
+        gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+        devices = [gpu for gpu in gpus if device_model(gpu) == device_model(gpus[0])]
+    return [devices[index % len(devices)] for index in range(jobs or len(devices))]
 
 
 def load_experiment(plan: Plan, folder: Path, torch_device: str = "auto", jobs: int | None = None) -> Experiment:

@@ -1,6 +1,6 @@
 """Decoding beside other programs and training beside transformers, in a quarter of an hour: `python -m benchmarks`.
 
-Prints a table for each comparison, and the record last. Exit status 1: a program did not run.
+Prints a table for each comparison. Exit status 1: a program did not run. The kernels: `python -m benchmarks.kernels`.
 """
 
 import sys
@@ -23,7 +23,8 @@ TURNS = 5
 
 def main() -> int:
     """Measure; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.split("\n\n")[0])
+    short = "One kernel: python -m benchmarks.kernels --only 'rms norm'"
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.split("\n\n")[0], epilog=short)
     parser.add_argument("--llama2c", type=Path, metavar="PATH", help="llama2.c's program, built with `make runomp`")
     arguments = parser.parse_args()
 
@@ -33,8 +34,8 @@ def main() -> int:
     else:
         shapes, dtypes, config, ours = ["15m", "26m", "135m"], [*decoding.WEIGHT_BYTES], "small", "CPU functions"
         changes = {"batch_size": 8, "sequence_length": 256}
-    record = decoding.measure(shapes, [1], [1, 8], dtypes, decoding.USUAL, TURNS, 64, arguments.llama2c)
+    tables, memory = decoding.measure(shapes, [1], [1, 8], dtypes, decoding.USUAL, TURNS, 64, arguments.llama2c)
     for dtype in ("float32", "bfloat16"):
         variants = [training.TRANSFORMERS, ours]
-        record["tables"].append(training.compare(config, changes | {"dtype": dtype}, ["rms"], variants, TURNS))
-    return timing.finish(record)
+        tables.append(training.compare(config, changes | {"dtype": dtype}, ["rms"], variants, TURNS))
+    return timing.finish(tables, memory_bytes_per_second=memory)

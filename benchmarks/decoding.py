@@ -10,8 +10,10 @@ import dataclasses
 import importlib.util
 import itertools
 import re
+import shutil
 import struct
 import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +28,7 @@ import kernels
 from benchmarks import timing
 from checkpoints.families import to_json
 from checkpoints.pretrained import inference_dtype
+from errors import UserError, exit_on_user_error
 from generation.steps import MAX_CPU_SEQUENCES, GpuDecodeStep, decode_step, quantize_matrices
 from model.config import ModelConfig
 from model.count import num_parameters
@@ -36,6 +39,7 @@ SHAPES = {
     "260k": ModelConfig(512, 64, 172, 5, 8, 4, max_position_embeddings=512),  # stories260K of llama2.c
     "15m": ModelConfig(32000, 288, 768, 6, 6, 6, max_position_embeddings=256),  # stories15M of llama2.c
     "26m": ModelConfig(6400, 512, 1408, 8, 8, 2, max_position_embeddings=512),  # MiniMind, and configs/small.toml
+    "124m": ModelConfig(32000, 768, 2560, 12, 12, 12, max_position_embeddings=256),  # configs/124m.toml
     "135m": ModelConfig(32000, 768, 2048, 16, 12, 12, max_position_embeddings=256),
     "1b": ModelConfig(128256, 2048, 8192, 16, 32, 8, max_position_embeddings=256),  # Llama-3.2-1B
 }
@@ -226,8 +230,10 @@ def bytes_read(case: Case) -> float:
 def measure(
     shapes: list[str], prompt: list[int], sequences: list[int], dtypes: list[str], programs: list[str], turns: int,
     tokens: int, llama2c: Path | None,
-) -> dict:  # fmt: skip
-    """Time the programs on every combination, and print tables in Markdown; returns the record."""
+) -> tuple[list[dict], float]:  # fmt: skip
+    """Time the programs on every combination, and print tables in Markdown; returns them and the memory's bytes/s."""
+    if llama2c is not None and shutil.which(llama2c.resolve()) is None:
+        raise UserError(f"--llama2c {llama2c} is no program; give the path of llama2.c's `run`.")
     device, tables = timing.default_device(), []
     memory = timing.memory_rate(device)
     for combination in itertools.product(shapes, prompt, sequences, dtypes):
@@ -236,22 +242,24 @@ def measure(
         title = f"{case.shape}, {case.dtype}, {case.sequences} sequences after {case.prompt} tokens"
         if makers:
             tables.append(timing.compare(title, makers, {"step": bytes_read(case) / memory}, turns, case.sequences))
-    return timing.results(device, tables, memory_bytes_per_second=memory)
+    return tables, memory
 
 
-def main() -> dict:
-    """Measure what the command line asks for; returns the record."""
+def main() -> int:
+    """Measure what the command line asks for; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decoding", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["26m"], help="default: 26m")
+    parser.add_argument("--shapes", **timing.several(SHAPES, "26m"))
     parser.add_argument("--prompt", type=int, nargs="+", default=[1], help="tokens before (default: 1)")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8], help="default: 1 8")
-    parser.add_argument("--dtypes", nargs="+", choices=WEIGHT_BYTES, default=[*WEIGHT_BYTES], help="default: all")
-    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=USUAL, help=f"default: all but {COMPILED}")
+    parser.add_argument("--dtypes", **timing.several(WEIGHT_BYTES, *WEIGHT_BYTES))
+    parser.add_argument("--programs", **timing.several(PROGRAMS, *USUAL))
     parser.add_argument("--turns", type=int, default=7, help="turns of each program (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="tokens of a sequence in a turn (default: %(default)s)")
     parser.add_argument("--llama2c", type=Path, metavar="PATH", help="llama2.c's program, built with `make runomp`")
-    return measure(**vars(parser.parse_args()))
+    tables, memory = measure(**vars(parser.parse_args()))
+    return timing.finish(tables, memory_bytes_per_second=memory)
 
 
 if __name__ == "__main__":
-    timing.run(main)
+    with exit_on_user_error():
+        sys.exit(main())

@@ -2,9 +2,9 @@
 # What only a GPU can show, the most wanted answers first: `bash benchmarks/gpu.sh [STEP...]`, by default all steps.
 #
 # A step that fails, or takes ten minutes, does not stop the next one. $OUT (default: runs/gpu) gets STEP-MACHINE.json:
-# what a benchmark measured, or that a step passed. A step with such a file is skipped, so the same command continues.
-# gpu.txt is all output, clocks.csv SM clock, power and temperature of every second. Exit status 1: a step failed, or
-# none was chosen. Needs requirements.txt, triton, transformers, pytest, a C compiler.
+# what a benchmark measured, or the last lines of another step that passed. A step with such a file is skipped, so the
+# same command continues. gpu.txt is all output, clocks.csv SM clock, power and temperature of every second. Exit status
+# 1: a step failed, or none was chosen. Needs requirements.txt, triton, transformers, pytest, a C compiler.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 out=${OUT:-runs/gpu} python=${PYTHON:-python3} chosen=" $* " steps=() failed=() scratch=$(mktemp -d)
@@ -23,33 +23,38 @@ step() { # NAME COMMAND...
     if [ -e "$result" ]; then echo "== $name: skipped, $result exists"; return; fi
     echo "== $name, after $SECONDS s: $*"
     if timeout --signal=ABRT --kill-after=10 600 "$@" | tee "$scratch/output"; then
-        echo '{"passed": true}' > "$result"
+        printf '{"passed": "%s"}\n' "$(tail -n 3 "$scratch/output" | tr -d '\\"\t' | paste -sd ';')" > "$result"
     else
         failed+=("$name") result=${result%.json}.partial.json
     fi
     if tail -n 1 "$scratch/output" | grep '^{' > "$scratch/json"; then cp "$scratch/json" "$result"; fi
 }
 
+train=("$python" train.py --cache "$scratch/cache" --out) # the default run: Python's standard library, 720 steps
 training=("$python" -m benchmarks.training) kernels=("$python" -m benchmarks.kernels)
-decoding=("$python" -m benchmarks.decoding --shapes 1b --dtypes bfloat16)
+decoding=("$python" -m benchmarks.decoding --dtypes bfloat16)
 decoding+=(--programs transformers "transformers and torch.compile" "plain decoder" ours)
 tests=("$python" -m pytest -o addopts=--import-mode=importlib --tb=line -v tests/kernels)
 ours="Triton and torch.compile"
 
 step smoke "${tests[@]}" -m smoke
-step 124m "${training[@]}" --config 124m --norms rms --variants "$ours" torch.compile
-step train.py "$python" train.py --config 124m --data python --steps 40 --warmup-steps 10 \
-    --cache "$scratch/cache" --out "$scratch/run"
-step layer "${training[@]}" --config 124m --norms layer --variants "$ours" torch.compile
-step 1b "${training[@]}" --config 1b --norms rms --variants "$ours" # two variants or norms may need too much memory
+step train-rms "${train[@]}" "$scratch/rms" --norm rms
+step train-layer "${train[@]}" "$scratch/layer" --norm layer
+step 124m-rms "${training[@]}" --config 124m --norms rms \
+    --variants "$ours" torch.compile "transformers and torch.compile"
+step 124m-layer "${training[@]}" --config 124m --norms layer --variants "$ours" torch.compile
+step decoding-124m "${decoding[@]}" --shapes 124m --sequences 1 8 --prompt 128
+step decoding-1b "${decoding[@]}" --shapes 1b --sequences 1 8 --prompt 128
+step decoding-1b-4000 "${decoding[@]}" --shapes 1b --sequences 1 4 8 --prompt 4000
+step 1b-rms "${training[@]}" --config 1b --norms rms --variants "$ours" # two variants or norms may need too much memory
 step 1b-plain "${training[@]}" --config 1b --norms rms --variants torch.compile
 step 1b-layer "${training[@]}" --config 1b --norms layer --variants "$ours"
 step norms "${kernels[@]}" --only '^(rms|layer) norm' # alone: after an illegal access a process cannot use the GPU
 step loss "${kernels[@]}" --only '^head and loss'
-step decoding-128 "${decoding[@]}" --sequences 1 8 --prompt 128
-step decoding-4000 "${decoding[@]}" --sequences 1 4 8 --prompt 4000
-step transformers "${training[@]}" --config 124m --norms rms --variants "$ours" "transformers and torch.compile" transformers
-step others "${kernels[@]}" --only '^(SwiGLU|rotary)'
+step swiglu "${kernels[@]}" --only '^SwiGLU'
+step rotation "${kernels[@]}" --only '^rotary'
+# Longer than ten minutes, but runs that have ended stay: the same command continues.
+step many-seeds-5e-4 "$python" ablate.py many-seeds-5e-4 --jobs 8 --out "$out/many-seeds-5e-4-$machine"
 step tests "${tests[@]}" -m gpu
 if command -v compute-sanitizer > /dev/null; then
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1 # torch's allocator would hide what is outside a tensor, in its pool

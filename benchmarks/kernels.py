@@ -1,4 +1,4 @@
-"""Every kernel beside its baselines and the machine's limit: `python -m benchmarks.kernels`.
+"""Every kernel beside its baselines and the machine's limit: `python -m benchmarks.kernels [--only 'rms norm']`.
 
 For each shape: forward, backward and both on random data, on a GPU over buffers that exceed its cache. The limit,
 torch's copy or its matrix product, is measured in the same run. Exit status 1: something did not run.
@@ -8,6 +8,7 @@ import argparse
 import gc
 import math
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 
 import kernels
 from benchmarks import timing
-from errors import reading
+from errors import exit_on_user_error, reading
 from kernels import reference
 from model.device import device_name, keep_freed_memory
 
@@ -26,10 +27,8 @@ BF16, TURNS = torch.bfloat16, 5
 OURS, REFERENCE, COMPILED, PYTORCH = "ours", "reference", "torch.compile", "PyTorch's function"
 REPEATS, REPEATS_OF_PRODUCTS = 10, 2  # calls in a turn; products take milliseconds and vary less
 # Shapes by device: large ones on a GPU, those of configs/tiny.toml and small.toml on a CPU.
-NORMS = {
-    "cuda": [(8192, 4096), (16384, 8192), (65536, 1024), (32768, 768), (8192, 4104)],
-    "cpu": [(4096, 256), (2048, 512)],
-}
+NORMS = {"cuda": [(8192, 4096), (16384, 8192), (65536, 1024), (32768, 768), (8192, 4104)]}
+NORMS["cpu"] = [(4096, 256), (2048, 512)]
 MLPS = {"cuda": [(8192, 4096, 14336), (8192, 1024, 2816)], "cpu": [(4096, 256, 704)]}  # rows, hidden, width
 ROTARIES = {"cuda": [(16384, 32, 8, 128), (16384, 16, 8, 64)], "cpu": [(4096, 4, 2, 64)]}  # tokens, heads, k/v, width
 LOSSES = {"cuda": [(8192, 1024, 50304), (8192, 4096, 131072)], "cpu": [(4096, 256, 4096), (2048, 512, 6400)]}
@@ -87,10 +86,10 @@ def norm_case(device: torch.device, kind: str, rows: int, width: int, after_addi
             y = F.layer_norm(total, (width,), weight.to(BF16), bias.to(BF16), 1e-5)
         return (y, total)[:outputs]
 
-    name, moved = f"{kind} norm, {rows} x {width}", (2 * size, 3 * size)
+    name, moved = f"{kind} norm", (2 * size, 3 * size)
     if after_addition:
-        name, moved = f"{kind} norm after addition, {rows} x {width}", (4 * size, 4 * size)
-    return Case(name, make, by_all(device, call) | {PYTORCH: torch_own}, moved)
+        name, moved = f"{kind} norm after addition", (4 * size, 4 * size)
+    return Case(f"{name}, {rows} x {width}", make, by_all(device, call) | {PYTORCH: torch_own}, moved)
 
 
 def mlp_case(device: torch.device, rows: int, hidden: int, width: int) -> Case:
@@ -158,10 +157,8 @@ def make_blocks(baseline: Callable, sets: list[tuple], device: torch.device, rep
         "backward": lambda i: torch.autograd.grad(outputs[i], learned[i], upstream[i], retain_graph=True),
         "both": lambda i: torch.autograd.grad(baseline(*sets[i]), learned[i], upstream[i]),
     }
-    blocks = {}
-    for section, call in calls.items():
-        blocks[section] = partial(timing.block, [partial(call, i) for i in range(len(sets))], device, repeats)
-    return blocks
+    in_turn = {section: [partial(call, i) for i in range(len(sets))] for section, call in calls.items()}
+    return {section: partial(timing.block, every, device, repeats) for section, every in in_turn.items()}
 
 
 def compare(case: Case, device: torch.device, copy: float, product: float) -> dict:
@@ -178,8 +175,8 @@ def compare(case: Case, device: torch.device, copy: float, product: float) -> di
     return timing.compare(case.name, makers, limits, TURNS)
 
 
-def main() -> dict:
-    """Measure what the command line asks for; returns the record."""
+def main() -> int:
+    """Measure what the command line asks for; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose name matches, such as 'rms norm'")
     arguments = parser.parse_args()
@@ -195,8 +192,9 @@ def main() -> dict:
             tables.append(compare(case, device, copy, product))
             torch.compiler.reset()
             gc.collect()
-    return timing.results(device, tables, copy_bytes_per_second=copy, product_flops_per_second=product)
+    return timing.finish(tables, copy_bytes_per_second=copy, product_flops_per_second=product)
 
 
 if __name__ == "__main__":
-    timing.run(main)
+    with exit_on_user_error():
+        sys.exit(main())

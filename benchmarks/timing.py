@@ -1,20 +1,21 @@
 """The harness: what is compared takes turns, and every speed stands beside a limit that the machine reached.
 
-A record, such as those in speed/, is a JSON object: the machine, and tables of seconds by program and section.
+A record, such as those in speed/, is a JSON object: the command, the machine, and tables of seconds by program and
+section. It is the last line of a benchmark whose output goes to a file or a pipe.
 The programs of `benchmarks.decoding` time themselves; all else is timed by `block`.
 """
 
 import itertools
 import json
 import platform
+import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
-from errors import exit_on_user_error
 from model.device import device_name, processor
 
 BEYOND_CACHE = 256e6  # bytes, more than a GPU's cache holds
@@ -156,20 +157,21 @@ def three_digits(value: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def results(device: torch.device, tables: list[dict], **rates: float) -> dict:
-    """The record of a benchmark: the machine with its measured rates, and the tables."""
-    machine = {"device": device_name(device), "processor": processor(), "threads": torch.get_num_threads()}
+def several(names: Iterable[str], *usual: str) -> dict:
+    """What argparse needs for a flag that takes several names; their list stands in the help once."""
+    texts = {"all": [*names], "default": usual}
+    text = "; ".join(f"{title}: {', '.join(map(shlex.quote, chosen))}" for title, chosen in texts.items())
+    return {"nargs": "+", "choices": [*names], "default": usual, "metavar": "NAME", "help": text}
+
+
+def finish(tables: list[dict], **rates: float) -> int:
+    """Print the record of a benchmark, unless to a terminal; the exit status, 1 if something did not run.
+
+    rates: of the machine, as measured.
+    """
+    machine = {"device": device_name(default_device()), "processor": processor(), "threads": torch.get_num_threads()}
     machine |= {"torch": torch.__version__, "python": platform.python_version()}
-    return {"machine": machine | rates, "tables": tables}
-
-
-def finish(record: dict) -> int:
-    """Print a record as the last line; the exit status, 1 if something did not run."""
-    print(json.dumps(record))
-    return int(any(table["not_run"] for table in record["tables"]))
-
-
-def run(main: Callable[[], dict]) -> None:
-    """Run the program of a benchmark, whose `main` returns the record."""
-    with exit_on_user_error():
-        sys.exit(finish(main()))
+    command = shlex.join(["python", *sys.orig_argv[1:]])
+    if not sys.stdout.isatty():
+        print(json.dumps({"command": command, "machine": machine | rates, "tables": tables}))
+    return int(any(table["not_run"] for table in tables))

@@ -6,7 +6,7 @@ transformers' LLaMA of the same shape. They take turns in blocks of a few steps.
 
 import argparse
 import itertools
-import math
+import sys
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import kernels
 from ablation.settings import replace_settings
 from benchmarks import timing
 from benchmarks.decoding import TRANSFORMERS, transformers_model
+from errors import exit_on_user_error
 from model.config import ModelConfig
 from model.count import flops_per_token
 from model.decoder import Decoder
@@ -66,10 +67,8 @@ def make_step(settings: Settings, variant: str, device: torch.device) -> timing.
         optimizer = build_optimizer(model, settings.optimizer, device)
         run = kernels.compile_model(model) if compiled else model
     scaler = torch.amp.GradScaler(device.type, enabled=False)
-    batch = [
-        torch.randint(settings.model.vocab_size, micro_batch(settings), pin_memory=device.type == "cuda")
-        for _ in ("tokens", "targets")
-    ]
+    shape = (2, settings.data.micro_batch(), settings.data.sequence_length)
+    batch = [*torch.randint(settings.model.vocab_size, shape, pin_memory=device.type == "cuda")]  # tokens, targets
 
     def step() -> None:
         train_step(run, [batch], optimizer, scaler, settings.optimizer.clip, Processes(), device)
@@ -79,12 +78,6 @@ def make_step(settings: Settings, variant: str, device: torch.device) -> timing.
         return timing.block([step], device)
 
     return {"step": use_and_time}
-
-
-def micro_batch(settings: Settings) -> tuple[int, int]:
-    """Sequences and their length in a step that is timed."""
-    data = settings.data
-    return data.micro_batch(), data.sequence_length
 
 
 def compare(config: str, changes: dict[str, Any], norms: list[str], variants: list[str], turns: int = TURNS) -> dict:
@@ -101,25 +94,27 @@ def compare(config: str, changes: dict[str, Any], norms: list[str], variants: li
             makers[f"{variant}, {norm}"] = partial(make_step, of_norm, variant, device)
         elif norm == "rms":
             makers[variant] = partial(make_step, of_norm, variant, device)
-    tokens, dtype = math.prod(micro_batch(settings)), choose_training_dtype(settings.machine.dtype, device)
-    flops = tokens * flops_per_token(settings.model, settings.data.sequence_length)
+    length, dtype = settings.data.sequence_length, choose_training_dtype(settings.machine.dtype, device)
+    tokens = settings.data.micro_batch() * length
+    flops = tokens * flops_per_token(settings.model, length)
     limits = {"step": flops / timing.product_rate(device, dtype)}
     return timing.compare(f"training {config}, {str(dtype)[6:]}", makers, limits, turns, tokens)  # without "torch."
 
 
-def main() -> dict:
-    """Measure what the command line asks for; returns the record."""
+def main() -> int:
+    """Measure what the command line asks for; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.split("\n\n")[0])
     parser.add_argument("--config", default="tiny", help="a name in configs/ (default: %(default)s)")
     parser.add_argument("--dtypes", nargs="+", metavar="DTYPE", default=["auto"], help="default: auto")
-    parser.add_argument("--norms", nargs="+", default=["rms", "layer"], help="default: rms layer")
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, help=f"default: all but {TRANSFORMERS}")
-    chosen, device = parser.parse_args(), timing.default_device()
-    usual = ("reference", "triton" if device.type == "cuda" else "torch")
-    variants = chosen.variants or [name for name, (choice, _) in VARIANTS.items() if choice in usual]
-    tables = [compare(chosen.config, {"dtype": dtype}, chosen.norms, variants) for dtype in chosen.dtypes]
-    return timing.results(device, tables)
+    parser.add_argument("--norms", nargs="+", metavar="NORM", default=["rms", "layer"], help="default: rms layer")
+    kernels_of_device = "triton" if timing.default_device().type == "cuda" else "torch"
+    usual = [name for name, (choice, _) in VARIANTS.items() if choice in ("reference", kernels_of_device)]
+    parser.add_argument("--variants", **timing.several(VARIANTS, *usual))
+    chosen = parser.parse_args()
+    tables = [compare(chosen.config, {"dtype": dtype}, chosen.norms, chosen.variants) for dtype in chosen.dtypes]
+    return timing.finish(tables)
 
 
 if __name__ == "__main__":
-    timing.run(main)
+    with exit_on_user_error():
+        sys.exit(main())

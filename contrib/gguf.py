@@ -36,11 +36,11 @@ from contrib.llama_cpp_vocab import Vocabulary, llama_cpp_vocabulary
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError, note, printable
 from files import writing
-from flags import optional
 from model.config import ModelConfig
 from model.rope import frequencies
 
 ARCHITECTURES = ("llama", "qwen3", "stablelm")  # model types that are architectures of llama.cpp under the same name
+DISTINCTIVE = ("norm", "norm_bias", "norm_placement", "mlp", "qk_norm", "head_dim", "attention_output_bias")
 ROPE_TYPES = ("llama3", "linear")  # scalings of the rotary frequencies that a factor for each frequency expresses
 # --dtype -> llama.cpp's name of it. Q8_0: 8 bits, with a float16 scale for each 32 weights of a row.
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
@@ -49,7 +49,7 @@ DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"
 def main(
     run: Annotated[str, tyro.conf.arg(metavar="RUN"), tyro.conf.Positional],
     out: Annotated[Path, tyro.conf.arg(metavar="OUT.gguf"), tyro.conf.Positional],
-    dtype: Annotated[Literal[None, *DTYPES], optional(f"{{{','.join(DTYPES)}}}")] = None,
+    dtype: Literal["auto", *DTYPES] = "auto",
 ) -> None:
     """Write a trained model with its tokenizer as one GGUF file: llama-cli -m OUT.gguf
 
@@ -61,16 +61,16 @@ def main(
     Args:
         run: A run folder or a checkpoint, as for generate.py.
         out: The file to write; an existing file is kept.
-        dtype: Dtype of the matrices, by default as stored. Norms and biases are always float32.
+        dtype: Dtype of the matrices; auto: as stored. Norms and biases are always float32.
     """
     write_gguf(find_checkpoint(run), out, dtype, name=Path(os.path.abspath(run)).name)
     print(printable(f"written: {out}"))
 
 
-def write_gguf(checkpoint: Path, out: Path, dtype: str | None = None, *, name: str = "") -> None:
+def write_gguf(checkpoint: Path, out: Path, dtype: str = "auto", *, name: str = "") -> None:
     """Write the model of a checkpoint's directory to the file `out`, completely or not at all.
 
-    `dtype` is one of `DTYPES`; None keeps that of the stored embedding. `name` is what llama.cpp shows. Raises
+    `dtype` is one of `DTYPES`; auto keeps that of the stored embedding. `name` is what llama.cpp shows. Raises
     `UserError` when `out` exists, and when llama.cpp cannot compute the same function.
     """
     if out.exists():
@@ -84,7 +84,7 @@ def write_gguf(checkpoint: Path, out: Path, dtype: str | None = None, *, name: s
         temporary.unlink(missing_ok=True)
 
 
-def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
+def convert(checkpoint: Path, path: Path, dtype: str, name: str) -> None:
     """Write the file `path` itself; after an error it is incomplete."""
     opened = open_checkpoint(checkpoint)
     config, architecture = opened.config, choose_architecture(opened.config)
@@ -93,8 +93,9 @@ def convert(checkpoint: Path, path: Path, dtype: str | None, name: str) -> None:
     vocabulary = llama_cpp_vocabulary(tokenizer, config.vocab_size)
     for difference in vocabulary.notes:
         note(difference)
-    stored_dtype = str(opened.common_dtype(["model.embed_tokens.weight"])).removeprefix("torch.")
-    dtype = dtype or (stored_dtype if stored_dtype in DTYPES else "float32")
+    if dtype == "auto":
+        stored_dtype = str(opened.common_dtype(["model.embed_tokens.weight"])).removeprefix("torch.")
+        dtype = stored_dtype if stored_dtype in DTYPES else "float32"
     tensors = gguf_tensors(opened, architecture)
     writer = gguf.GGUFWriter(path, architecture)
     try:
@@ -123,7 +124,11 @@ def choose_architecture(config: ModelConfig) -> str:
     """The architecture of llama.cpp that computes the same function; `UserError` if there is none."""
     architecture = choose_model_type(config)
     if architecture not in ARCHITECTURES:
-        raise UserError(f"llama.cpp has no architecture that computes this model; it has {', '.join(ARCHITECTURES)}.")
+        usual = {name: dataclasses.replace(config, **{name: getattr(ModelConfig, name)}) for name in DISTINCTIVE}
+        changed = [name for name in DISTINCTIVE if usual[name] != config]
+        reasons = [name for name in changed if choose_model_type(usual[name]) in ARCHITECTURES] or changed
+        model = " and ".join(f"{name} = {getattr(config, name)}" for name in reasons)
+        raise UserError(f"llama.cpp has no architecture for a model with {model}; it has {', '.join(ARCHITECTURES)}.")
     if architecture == "qwen3" and config.attention_output_bias:
         raise UserError("llama.cpp's qwen3 has no bias of the attention output: this model cannot be written.")
     scaling = config.rope_scaling

@@ -13,7 +13,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 
 from ablation.plan import arm_settings
 from ablation.report import MISSING, with_interval
@@ -38,12 +37,9 @@ def sweeps(study: Study) -> Iterator[Effect]:
     """For each setting, how much more the losses of arms with one of its values vary over the learning rates than those
     of arms with its first value. A seed with a diverged run is left out: leaving out the learning rate would flatter.
     """
-    spreads = pd.DataFrame(index=study.plan.all_arms, columns=study.plan.phase_seeds["sweep"], dtype=float)
-    for arm in study.schedule.sweep.index:
-        losses = study.schedule.rows_of("sweep", arm).pivot(
-            index="learning_rate", columns="seed", values=study.schedule.measure
-        )
-        spreads.loc[arm] = losses.max(skipna=False) - losses.min(skipna=False)
+    losses = study.rows[study.rows.phase == "sweep"].groupby(["arm", "seed"], observed=True)[study.schedule.measure]
+    spreads = (losses.max() - losses.min()).where(losses.count() == losses.size()).unstack("seed")
+    spreads = spreads.reindex(study.plan.all_arms)
     for setting in study.plan.varied:
         values = [str(study.plan.value(arm, setting)) for arm in study.plan.all_arms.values()]
         (first, base), *others = spreads.groupby(np.array(values), sort=False).mean().iterrows()
@@ -70,17 +66,16 @@ def read_speed(name: str) -> list[dict]:
     return json.loads((SPEED / f"{name}.json").read_text(encoding="utf-8"))["tables"]
 
 
-def norm_times(name: str, section: str) -> list[Effect]:
+def norm_times(name: str, section: str) -> dict[str, Effect]:
     """RMSNorm's time over LayerNorm's for each variant of the code: means over the tables, each of one process, of the
     median ratio within turns.
     """
     ratios: dict[str, list[float]] = {}
-    for process in read_speed(name):
-        seconds = process["seconds"]
+    for seconds in (process["seconds"] for process in read_speed(name)):
         for variant in (program.removesuffix(", rms") for program in seconds if program.endswith(", rms")):
             rms, layer = (np.array(seconds[f"{variant}, {norm}"][section]) for norm in ("rms", "layer"))
             ratios.setdefault(variant, []).append(np.median(rms / layer))
-    return [mean_effect(f"{section}: {variant}", values, "ratio") for variant, values in ratios.items()]
+    return {variant: mean_effect(f"{section}: {variant}", values, "ratio") for variant, values in ratios.items()}
 
 
 def judge(effect: Effect, low: float, high: float) -> str:
@@ -102,22 +97,19 @@ def claim_row(name: str, claim: dict, effects_by_page: dict[str, list[Effect]]) 
     row = {"": name, "claim": claim["text"] + (f" ({claim['arxiv']})" if "arxiv" in claim else "")}
     row |= {"measured": MISSING, "holds if": region if "high" in claim else f"above {low:g}", "verdict": "not measured"}
     for page, effects in effects_by_page.items():
-        matching = [
-            effect for effect in effects if any(fnmatchcase(effect.name, pattern) for pattern in claim["effects"])
-        ]
-        if matching:
-            verdicts = [judge(effect, low, high) for effect in matching]
-            row["verdict"] = min(verdicts, key=VERDICTS.index)
-            numbers = with_interval(matching[verdicts.index(row["verdict"])], ".4g")
+        named = [effect for effect in effects if any(fnmatchcase(effect.name, name) for name in claim["effects"])]
+        if named:
+            deciding = min(named, key=lambda effect: VERDICTS.index(judge(effect, low, high)))
+            numbers = with_interval(deciding, ".4g")
             numbers = re.sub(r"[\d.]+e-\d+", lambda small: f"{float(small[0]):.2g}", numbers)  # more: the processor's
             mean, interval = numbers.split(" ", 1)
-            return row | {"measured": f"[{mean}]({page}) {interval}"}
+            return row | {"measured": f"[{mean}]({page}) {interval}", "verdict": judge(deciding, low, high)}
     return row
 
 
 def judge_all(studies: list[Study]) -> list[dict[str, str]]:
     """The rows of all claims."""
     effects_by_page = {f"studies/{study.plan.name}/report.md": measured(study) for study in studies}
-    times = [effect for section in ("step", "forward") for effect in norm_times(TIMES, section)]
-    effects_by_page[f"speed/{TIMES}.json"] = times
+    times = [norm_times(TIMES, section).values() for section in ("step", "forward")]
+    effects_by_page[f"speed/{TIMES}.json"] = [*itertools.chain(*times)]
     return [claim_row(name, claim, effects_by_page) for name, claim in read_toml(CLAIMS).items()]

@@ -1,22 +1,26 @@
-"""What a trained LayerNorm model loses when it becomes an RMSNorm model.
+"""What a trained LayerNorm model loses when it becomes an RMSNorm model: `python -m studies.convert FOLDER`.
 
-An arm with `init_from = "layer"` is the trained model of the arm `layer`, converted; if it has steps, it trains again,
-on other batches. With `init_from = "quarter 2"` it is converted after two quarters of the steps, and continues the run
-with the same batches and moments; `init_from = "quarter 2, centered"` also centers the weights that write to the
-stream, whatever the norm. With bias and centered weights nothing is lost, unless the embedding is tied to the head.
+FOLDER has a copy of a study's plan.toml. An arm with `init_from = "layer"` is the trained model of the arm `layer`,
+converted; if it has steps, it trains again, on other batches. With `init_from = "quarter 2"` it is converted after two
+quarters of the steps, and continues the run with the same batches and moments; `init_from = "quarter 2, centered"` also
+centers the weights that write to the stream, whatever the norm. With bias and centered weights nothing is lost, unless
+the embedding is tied to the head.
 """
 
 import dataclasses
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
+import tyro
 from tqdm import tqdm
 
-from ablation.plan import Plan, Run, run_settings
-from ablation.records import Row
+from ablation import report, study
+from ablation.plan import Plan, Run, load_plan, run_settings
+from ablation.records import Row, append_rows, read_rows
 from ablation.run import measure
 from ablation.settings import replace_settings
+from errors import exit_on_user_error, printable
+from files import locked
 from model.decoder import center_residual_writers
 from training.checkpoint import load_moments
 from training.loop import save, train_steps
@@ -35,11 +39,9 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
         run = Run(arm.name, "final", seed, plan.candidate_learning_rates[arm.name][0])
         is_branch = start.startswith("quarter")
         is_converted = start != "" and not is_branch
-        changes = {"device": device}
+        changes = {"device": device, "seed": seed + SEED_OFFSET if is_converted else seed}
         if start:
             changes["init_from"] = str(folder / start / "last")
-        if is_converted:
-            changes["seed"] = seed + SEED_OFFSET
         session = set_up(replace_settings(run_settings(plan, run), changes), folder, resume=False, log=no_log)
         if centered:
             center_residual_writers(session.model)
@@ -57,9 +59,19 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
     return rows
 
 
-def train(plan: Plan, earlier: list[Row], device: str) -> Iterator[list[Row]]:
-    """Train and convert the models of all seeds that have no runs yet: the rows of each seed."""
-    seeds = {*plan.phase_seeds["final"]} - {row.seed for row in earlier}
-    for seed in tqdm(sorted(seeds), unit="model", disable=None):
-        with tempfile.TemporaryDirectory() as checkpoints:
-            yield train_models(plan, seed, device, Path(checkpoints))
+def main(folder: tyro.conf.Positional[Path], device: str = "auto") -> None:
+    """Train and convert the models of all seeds without runs: each seed's rows are added to runs.jsonl. Then report."""
+    plan = load_plan(folder / "plan.toml")
+    with locked(folder):
+        seeds = {*plan.phase_seeds["final"]} - {row.seed for row in read_rows(folder)}
+        for seed in tqdm(sorted(seeds), unit="model", disable=None):
+            with tempfile.TemporaryDirectory() as checkpoints:
+                append_rows(folder, *train_models(plan, seed, device, Path(checkpoints)))
+        finished = study.load(folder)
+        path = report.write(finished, folder)
+    print(*report.headline(finished), printable(f"report: {path}"), sep="\n")
+
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        tyro.cli(main, prog="python -m studies.convert")

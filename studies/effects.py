@@ -2,9 +2,9 @@
 studies.effects` draws docs/effects.png.
 """
 
+import functools
 import itertools
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -28,13 +28,18 @@ CONTRASTS = {
     "no mean": [(RMS_BIAS, LAYER), (RMS, LAYER_NO_BIAS)],
     "no bias": [(LAYER_NO_BIAS, LAYER), (RMS, RMS_BIAS)],
 }
-WORDS = {"rms": "RMSNorm", "layer": "LayerNorm", "with bias": "with a bias", "without bias": "without a bias"}
 LEGEND = {"no mean": "mean not subtracted"}
 MARGIN = "margin: counts as equal"
 SETS = ("factorial", "budget-1200", "budget-600", "placebo", "scale-4m", "scale-10m", "shakespeare")  # pairs at 5e-4
 DRAWN = ("factorial", "budget-1200", "budget-600", "scale-4m", "scale-10m", "shakespeare", "tuned-2e-3", "recipe")
 DRAWN += ("bias-rates", "bias-2e-3", "branches", "branches-2e-3")
 TICKS = (-0.1, -0.03, -0.01, -0.005, 0, 0.005, 0.01, 0.03, 0.1)
+
+
+@functools.cache
+def load_study(name: str) -> Study:
+    """A study of this folder, for tables and pictures that share it."""
+    return load(STUDIES / name)
 
 
 def cells_of(study: Study) -> dict[str, dict[tuple[str, bool], str]]:
@@ -67,8 +72,8 @@ def contrasts(study: Study) -> dict[str, dict[str, Effect]]:
 
 def pairs_at_5e_4() -> list[pd.Series]:
     """The losses of RMSNorm minus those of LayerNorm, in SETS, and those of a pilot and of a sweep."""
-    studies = [load(STUDIES / name) for name in SETS]
-    sweep = load(STUDIES / "factorial-tuned").rows.query("phase == 'sweep' and learning_rate == 5e-4").set_index("seed")
+    studies = [*map(load_study, SETS)]
+    sweep = load_study("factorial-tuned").rows.query("phase == 'sweep' and learning_rate == 5e-4").set_index("seed")
     differences = [study.schedule.paired("final", "rms").difference for study in studies]
     differences.append(studies[0].schedule.paired("pilot", "rms").difference)
     return [*differences, sweep.loss[sweep.arm == "rms"] - sweep.loss[sweep.arm == "layer"]]
@@ -87,20 +92,13 @@ def title(study: Study, group: str = "") -> str:
     return study.plan.titles.get(group, f"{study.plan.name} {group}".strip())
 
 
-def in_words(text: str) -> str:
-    """The names of arms in a text, as documents call them."""
-    return re.sub(rf"\b({'|'.join(WORDS)})", lambda match: WORDS[match[0]], text)
-
-
 def draw(studies: Sequence[Study]) -> Figure:
     """A row for each study, or choice of its other settings, with a mark and a 95% interval for each contrast.
 
     The last row is the mean of `pairs_at_5e_4`.
     """
-    rows = []
-    for study in studies:
-        for group, effects in contrasts(study).items():
-            rows.append((title(study, group), study.plan.margin, effects))
+    every = [(study, group, effects) for study in studies for group, effects in contrasts(study).items()]
+    rows = [(title(study, group), study.plan.margin, effects) for study, group, effects in every]
     if not rows:
         raise UserError("these folders have no finished comparison of RMSNorm and LayerNorm, or of their bias.")
     all_pairs = pooled(pairs_at_5e_4())
@@ -134,7 +132,7 @@ def main(
 ) -> None:
     """Draw what RMSNorm, the mean and the bias do in these studies."""
     with replacing(out) as file:
-        draw([load(STUDIES / name) for name in studies]).savefig(file)
+        draw([*map(load_study, studies)]).savefig(file)
     print(f"written: {out}")
 
 

@@ -1,6 +1,6 @@
 """Tables of docs/ from the records in studies/ and speed/: `python -m studies.tables` writes them between marks."""
 
-import functools
+import itertools
 import re
 import statistics
 from collections.abc import Callable
@@ -8,16 +8,15 @@ from pathlib import Path
 
 from ablation.report import table, with_interval
 from ablation.stats import Effect
-from ablation.study import Study, load
+from ablation.study import Study
 from benchmarks.timing import shares_of_limit, three_digits
 from files import replace_text
 from studies.claims import judge_all, norm_times, read_speed
-from studies.effects import CONTRASTS, contrasts, in_words, pairs_at_5e_4, pooled, title
+from studies.effects import CONTRASTS, contrasts, load_study, pairs_at_5e_4, pooled, title
 
 ROOT = Path(__file__).parent.parent
 MARKED = re.compile(r"(<!-- table: (\w+) ([^>]*) -->\n).*?(<!-- end -->)", re.DOTALL)
 UNITS = {"ms": 1e3, "µs": 1e6}
-load_study = functools.cache(lambda name: load(ROOT / "studies" / name))
 
 
 def shown(effect: Effect | None) -> str:  # with a fifth digit where the interval is that narrow
@@ -38,28 +37,20 @@ def contrast_rows(*names: str) -> list[dict]:
     return rows
 
 
-def difference_rows(*names: str) -> list[dict]:
-    """Every arm of the studies against its baseline."""
-    rows = []
-    for study in map(load_study, names):
-        for c in study.comparisons:
-            row = {"runs": link(study)} if len(names) > 1 else {}
-            row["arm"] = in_words(c.arm).replace("learning_rate=", "rate ")
-            row |= {"pairs": c.effect.n, "worse in": sum(d > 0 for d in c.differences)}
-            verdict = c.verdict.replace("higher", "worse").replace("lower", "better")
-            row["mean and 95% interval"] = shown(c.effect)
-            rows.append(row | {"verdict": verdict.replace("different, within", "worse, but within")})
-    return rows
-
-
 def set_rows(*names: str) -> list[dict]:
     """RMSNorm minus LayerNorm in sets of pairs at 5e-4, and all pairs together."""
-    rows = [row for row in difference_rows(*names) if row.pop("arm") == "RMSNorm"]
+    rows, words = [], {"lower": "better", "higher": "worse"}
+    for study in map(load_study, names):
+        c = next(c for c in study.comparisons if c.arm == "rms")
+        rows.append((link(study), c.differences, c.effect, words.get(c.verdict, c.verdict)))
     sets = pairs_at_5e_4()
     for name, chosen in {"these, a pilot and a sweep together": sets, "the same without the first": sets[1:]}.items():
-        row = {"runs": name, "pairs": sum(map(len, chosen)), "worse in": sum((pairs > 0).sum() for pairs in chosen)}
-        rows.append(row | {"mean and 95% interval": shown(pooled(chosen)), "verdict": "exploratory"})
-    return rows
+        rows.append((name, [*itertools.chain(*chosen)], pooled(chosen), "exploratory"))
+    return [
+        {"runs": name, "pairs": effect.n, "worse in": sum(d > 0 for d in differences)}
+        | {"mean and 95% interval": shown(effect), "verdict": verdict}
+        for name, differences, effect, verdict in rows
+    ]
 
 
 def speed_rows(record: str, unit: str, *words: str) -> list[dict]:
@@ -83,8 +74,7 @@ def norm_time_rows(*records: str) -> list[dict]:
     """RMSNorm's time of a step over LayerNorm's, for each variant of the code and each record."""
     rows: dict[str, dict] = {}
     for record in records:
-        for effect in norm_times(record, "step"):
-            variant = effect.name.removeprefix("step: ")
+        for variant, effect in norm_times(record, "step").items():
             machine = record.removeprefix("training-norms-")
             rows.setdefault(variant, {"code": variant})[machine] = with_interval(effect, ".3f")
     return [*rows.values()]
@@ -92,7 +82,6 @@ def norm_time_rows(*records: str) -> list[dict]:
 
 KINDS: dict[str, Callable[..., list[dict]]] = {
     "contrasts": contrast_rows,
-    "differences": difference_rows,
     "sets": set_rows,
     "claims": lambda *names: judge_all([*map(load_study, names)]),
     "speeds": speed_rows,

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from ablation import execute, study
-from ablation.execute import Experiment, load_experiment, write_plan
+from ablation.execute import Experiment, load_experiment, local_workers, write_plan
 from ablation.plan import Plan, Run, run_settings
 from ablation.records import Row, append_rows, read_lines, read_rows
 from ablation.run import settings_hash
@@ -43,6 +44,15 @@ def ended(experiment, row) -> Callable[..., Row]:
 
 def failed(experiment) -> list[Row]:
     return [row for row in experiment.rows if row.status == "failed"]
+
+
+def test_more_jobs_than_gpus_of_one_model_share_them(monkeypatch):
+    models = {"cuda:0": "H200", "cuda:1": "A10", "cuda:2": "H200"}
+    monkeypatch.setattr(execute, "choose_device", lambda name: torch.device(name.replace("auto", "cuda")))
+    monkeypatch.setattr(execute, "device_model", models.__getitem__)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    assert local_workers("auto", None) == ["cuda:0", "cuda:2"] and local_workers("auto", 1) == ["cuda:0"]
+    assert local_workers("auto", 3) == ["cuda:0", "cuda:2", "cuda:0"] and local_workers("cuda:1", 2) == ["cuda:1"] * 2
 
 
 def test_a_trained_comparison_has_a_row_for_each_run_and_is_never_repeated(trained):

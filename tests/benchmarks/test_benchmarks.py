@@ -18,6 +18,7 @@ from ablation.settings import replace_settings
 from benchmarks import decoding, timing, training
 from benchmarks import kernels as kernel_benchmarks
 from benchmarks.decoding import Case, bytes_read, llama2c
+from errors import UserError
 from training.settings import Settings
 
 
@@ -57,10 +58,11 @@ def test_a_row_has_medians_tokens_per_second_share_of_the_limit_and_ratios_withi
 
 def test_published_records_look_like_what_a_benchmark_prints_today(capsys):
     table = timing.compare("title", {"a": lambda: {"step": lambda: 0.1}}, {"step": 0.1}, 1)
-    printed = timing.results(torch.device("cpu"), [table])
+    assert timing.finish([table]) == 0
+    printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     for path in (Path(__file__).parents[2] / "speed").glob("*.json"):
         record = json.loads(path.read_text(encoding="utf-8"))
-        assert record.keys() == printed.keys() and record["machine"].keys() >= printed["machine"].keys()
+        assert record.keys() >= printed.keys() - {"command"} and record["machine"].keys() >= printed["machine"].keys()
         assert all(measured.keys() == table.keys() for measured in record["tables"]), path
 
 
@@ -134,16 +136,24 @@ def test_norms_take_turns_in_every_variant_and_transformers_has_rmsnorm_alone(mo
     assert table["tokens"] == 8 * 512 and table["title"] == "training tiny, float32"
 
 
+def test_a_program_that_is_not_there_is_refused_before_anything_is_measured(tmp_path):
+    with pytest.raises(UserError, match="is no program"):
+        decoding.measure(["26m"], [1], [1], ["float32"], decoding.USUAL, 1, 8, tmp_path)
+
+
 @pytest.mark.slow
-def test_all_benchmarks_of_a_cpu_run_in_turns_and_the_record_comes_last(monkeypatch, capsys):
+def test_all_benchmarks_of_a_cpu_run_in_turns_and_the_record_comes_last(monkeypatch, capsys, tmp_path):
     measure, compare = decoding.measure, training.compare
     tiny = {"batch_size": 2, "sequence_length": 64}
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "--llama2c", "missing"])
+    program = tmp_path / "run"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--llama2c", str(program)])
     monkeypatch.setattr(decoding, "measure", lambda shapes, *rest: measure(["260k"], *rest[:4], 1, 8, rest[-1]))
     monkeypatch.setattr(training, "compare", lambda _, changes, *rest: compare("tiny", changes | tiny, *rest[:2], 1))
     assert importlib.import_module("benchmarks.__main__").main() == 1  # llama2.c did not run
     printed = capsys.readouterr().out
-    assert "| llama2.c | not run: FileNotFoundError" in printed
+    assert "| llama2.c | not run: TypeError" in printed
     *of_decoding, _, last = json.loads(printed.splitlines()[-1])["tables"]
     programs = {"transformers", "plain decoder", "ours"}
     measured = {frozenset(table["seconds"]) - {"llama.cpp"} for table in of_decoding}
@@ -179,11 +189,12 @@ def steps_of(done: subprocess.CompletedProcess) -> list[str]:
 @NEEDS_BASH
 def test_commands_of_the_script_are_understood_and_one_that_fails_does_not_stop_the_others(tmp_path, monkeypatch):
     done = run_script(tmp_path, failing=" 1b ")
-    assert steps_of(done)[:3] == ["smoke", "124m", "train.py"]
-    assert "failed: 1b 1b-plain 1b-layer decoding-128 decoding-4000" in done.stdout and done.returncode == 1
+    assert steps_of(done)[:4] == ["smoke", "train-rms", "train-layer", "124m-rms"]
+    failed = "decoding-1b decoding-1b-4000 1b-rms 1b-plain 1b-layer"
+    assert f"failed: {failed}" in done.stdout and done.returncode == 1
     assert (tmp_path / "out" / "norms-nvidia-h200.json").read_text() == "{}\n"
     commands = [shlex.split(line) for line in re.findall(r"^ran: -m (benchmarks.*)$", done.stdout, re.MULTILINE)]
-    assert len(commands) == 11
+    assert len(commands) == 12
     for name, *flags in commands:
         monkeypatch.setattr(sys, "argv", [name, *flags, "--help"])  # which is only reached after flags that are right
         with pytest.raises(SystemExit, match="0"):

@@ -103,11 +103,11 @@ def test_the_file_computes_the_same_logits_by_the_conventions_of_llama_cpp(chat_
     assert relative(decoder(ids[None])[0], llama_cpp_logits(tmp_path / "model.gguf", ids.tolist())) <= 2e-6
 
 
-@pytest.mark.parametrize("stored, dtype", [("float32", "float16"), ("bfloat16", "float32"), ("bfloat16", None)])
+@pytest.mark.parametrize("stored, dtype", [("float32", "float16"), ("bfloat16", "float32"), ("bfloat16", "auto")])
 def test_matrices_have_the_dtype_asked_for_or_stored_and_the_rest_is_float32(chat_model, tmp_path, dtype, stored):
     decoder, directory = chat_model(dtype=getattr(torch, stored), attention_bias=True)
     write_gguf(directory, tmp_path / "model.gguf", dtype)
-    dtype = dtype or stored
+    dtype = stored if dtype == "auto" else dtype
     fields, tensors = read(tmp_path / "model.gguf")
     types = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     assert {types[name] for name, tensor in tensors.items() if tensor.ndim == 2} == {DTYPES[dtype]}
@@ -148,7 +148,10 @@ def test_metadata_describe_the_tokenizer(chat_model, tmp_path):
 
 
 REFUSED = {
-    "no architecture": ({"norm": "layer", "norm_placement": "post"}, "no architecture"),
+    "placement": ({"norm": "layer", "norm_placement": "post"}, "architecture for a model with norm_placement = post;"),
+    "own norm": ({"norm": "dyt", "qk_norm": True}, "with norm = dyt; it has llama, qwen3, stablelm"),
+    "several": ({"norm": "dyt", "mlp": "relu"}, "with norm = dyt and mlp = relu;"),
+    "bias": ({"norm": "rms", "norm_bias": True}, "with norm_bias = True;"),
     "output bias": ({"qk_norm": True, "attention_bias": True, "attention_output_bias": True}, "qwen3 has no bias"),
     "scaled rope": ({"norm": "layer", "rope_scaling": LLAMA3}, r"scaled \(stablelm, llama3\)"),
 }

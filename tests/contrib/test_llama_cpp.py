@@ -54,7 +54,7 @@ PASSAGE = (
 class LlamaCpp:
     """A model that llama.cpp has loaded: the checkpoint as a GGUF file, in `folder`; float32 cache, one thread."""
 
-    def __init__(self, checkpoint: Path, folder: Path, dtype: str | None = None):
+    def __init__(self, checkpoint: Path, folder: Path, dtype: str = "auto"):
         write_gguf(checkpoint, folder / "model.gguf", dtype)
         parameters = xllamacpp.CommonParams()
         parameters.model.path = str(folder / "model.gguf")
