@@ -113,6 +113,8 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Log = print)
             scaler.load_state_dict(state.scaler)
         log(f"resuming from {last}, step {state.step} of {settings.optimizer.steps}")
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    if processes.count > 1:
+        log(f"{processes.count} processes, each with {'its part' if sharded else 'a copy'} of the weights")
     log(
         f"model: {parameters / 1e6:.2f}M parameters, {settings.model.norm} norm; "
         f"{device_name(device)}, {machine.dtype} activations, kernels: {kernels.describe(device)}"
