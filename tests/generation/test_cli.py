@@ -29,6 +29,7 @@ def checkpoint(tmp_path_factory, decoder, tokenizer):
     directory = tmp_path_factory.mktemp("run") / "best"
     save_pretrained(decoder, directory, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
     tokenizer.save(directory)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.eos_id}))
     (directory / "state.json").write_text("{}")  # the last file of a save
     return directory
 
