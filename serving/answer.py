@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import torch
@@ -21,7 +21,7 @@ from model.cache import KeyValueCache
 from model.config import ModelConfig
 from model.count import num_parameters
 from model.device import explain_out_of_memory
-from model.inspect import CHANGES, inspect, surgery
+from model.inspect import inspect, surgery
 
 MAX_CHOICES = 128  # choices of one request
 SCORED_AT_ONCE = 256  # tokens of a prompt: the logits of a long one would take gigabytes
@@ -74,7 +74,7 @@ class InspectRequest(msgspec.Struct, kw_only=True):
 
     model: str
     text: str
-    change: Literal[*CHANGES] | None = None
+    change: str | None = None  # one of `CHANGES`
     norm: str | None = None  # all
 
 

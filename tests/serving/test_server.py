@@ -165,7 +165,9 @@ def test_malformed_bodies_get_an_error_in_openais_format(server, capfd):
     answers = [post(server, body, "completions" if n % 7 else "chat/completions") for n, body in enumerate(bodies)]
     refused = [answer for answer in answers if answer[0] != 200]  # `true` is a number of logprobs
     refused += [post(server, {}, "models"), post(server, {}, "embeddings")]
-    assert "there is no path /v1/embeddings, only /, /health, /v1/models, " in refused[-1][1]["error"]["message"]
+    no_post, no_path = (answer["error"]["message"] for _, answer in refused[-2:])
+    assert no_post.startswith("/v1/models does not take POST; use ") and "GET" in no_post
+    assert "there is no path /v1/embeddings, only /, /health, /v1/models, /v1/models/MODEL, " in no_path
     refused += [post(server, {"model": "text", "messages": HELLO}, "chat/completions")]
     refused += [post(server, {"messages": [{"role": "user", "content": ["a", "b"]}]}, "chat/completions")]
     refused += [post(server, {"prompt": "a " * 5000}), post(server, {"prompt": "a"}, Host="evil.com")]
