@@ -98,8 +98,8 @@ def newest_runs(folder: Path = RUNS) -> str:
 
 def runs_in(folder: Path) -> list[Path]:
     """The run folders in `folder`, that with the newest checkpoint first."""
-    saved = {run: max(save.stat().st_mtime for save in saves_in(run)) for run in folder.glob("*") if saves_in(run)}
-    return sorted(saved, key=saved.get, reverse=True)
+    save_times = {run: max(save.stat().st_mtime for save in saves_in(run)) for run in folder.glob("*") if saves_in(run)}
+    return sorted(save_times, key=save_times.get, reverse=True)
 
 
 def saves_in(run: Path) -> list[Path]:
