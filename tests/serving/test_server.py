@@ -225,3 +225,10 @@ def test_ctrl_c_while_it_starts_is_one_line(directories, seconds):
 def test_a_port_in_use_is_one_line(server, directories):
     with pytest.raises(UserError, match=rf"cannot listen on port {server.port} of .*; give another --port or --host"):
         serve.main([str(directories[0])], port=server.port)
+
+
+def test_a_number_that_is_no_port_is_one_line_and_an_adapter_is_named_with_its_model(directories, tmp_path):
+    with pytest.raises(UserError, match="--port 99999 is no port; give one from 0 to 65535"):
+        serve.main([str(directories[0])], port=99999)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(directories[0])}))
+    assert serve.describe(tmp_path) == f"{directories[0]} with the adapter {tmp_path}"
