@@ -16,11 +16,12 @@ import gc
 import os
 import signal
 import socket
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from checkpoints.find import find_checkpoint, newest_run
+from checkpoints.find import find_adapter, find_checkpoint, newest_run
 from errors import UserError
 from flags import optional
 from generation.settings import Settings
@@ -30,6 +31,12 @@ def stop(*_: object) -> None:
     """End the process: nothing has to be saved, and the thread may be in the middle of a long prompt."""
     os.write(2, b"stopped.\n")
     os._exit(130)
+
+
+def describe(directory: Path) -> str:
+    """The directory of a checkpoint; of an adapter, with its model."""
+    model, adapter = find_adapter(directory)
+    return str(model) if adapter is None else f"{model} with the adapter {adapter}"
 
 
 def main(
@@ -47,15 +54,18 @@ def main(
         dtype: As in generate.py.
     """
     directories = {run: find_checkpoint(run) for run in runs or [str(newest_run())]}
+    if not 0 <= port <= 65535:
+        raise UserError(f"--port {port} is no port; give one from 0 to 65535.")
     try:
         listener = socket.create_server((host, port))
-    except (OSError, OverflowError) as error:
-        reason = os.strerror(error.errno) if getattr(error, "errno", 0) else error
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else error
         raise UserError(f"cannot listen on port {port} of {host} ({reason}); give another --port or --host.") from None
     from serving.server import Server  # imports torch
 
     server = Server(directories, Settings(dtype=dtype), host)
-    print(f"http://{host}:{listener.getsockname()[1]}/ (Ctrl-C ends it)", flush=True)
+    served = ", ".join(describe(directory) for directory in directories.values())
+    print(f"http://{host}:{listener.getsockname()[1]}/ serves {served} (Ctrl-C ends it)", flush=True)
     gc.freeze()  # else a body of many lists stops all answers for half a second, to look for cycles in all of torch
     signal.signal(signal.SIGINT, stop)
     server.run(sockets=[listener])

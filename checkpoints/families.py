@@ -144,8 +144,8 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
         except UserError as error:
             raise ValueError(str(error).rstrip(".")) from None
         if tensors is not None:  # before anything is made whose size only config.json says
-            last = tensors.get(f"model.layers.{config.num_hidden_layers - 1}.self_attn.o_proj.weight")
-            fits = last is not None and last.shape[-1] == config.num_attention_heads * config.resolved_head_dim
+            o_proj = tensors.get(f"model.layers.{config.num_hidden_layers - 1}.self_attn.o_proj.weight")
+            fits = o_proj is not None and o_proj.shape[-1] == config.num_attention_heads * config.resolved_head_dim
             if not fits or num_parameters(config) > 2 * sum(math.prod(tensor.shape) for tensor in tensors.values()):
                 raise ValueError("the weights beside it have other numbers of layers, heads or parameters")
     if config.max_position_embeddings < fields.get("max_position_embeddings", 0):
@@ -220,9 +220,9 @@ def read_rope(fields: dict) -> dict:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", *ROPE_SCALING) or not ROPE_KEYS.issuperset(rope):
         raise ValueError(f"rotary positions are {rope}, and only default, {', '.join(ROPE_SCALING)} are supported")
-    common = {key: rope.get(key, fields.get(key)) for key in ("rope_theta", "partial_rotary_factor")}
+    base = {key: rope.get(key, fields.get(key)) for key in ("rope_theta", "partial_rotary_factor")}
     if kind == "default":
-        return common
+        return base
     scaling = {key: rope.get(key) for key in ROPE_SCALING[kind]}
     if "original_max_position_embeddings" in scaling:
         context, key = fields["max_position_embeddings"], "original_max_position_embeddings"
@@ -236,4 +236,4 @@ def read_rope(fields: dict) -> dict:
             scaling["factor"] = context / scaling["original_max_position_embeddings"]
         if scaling["attention_factor"] is None:  # Peng et al. 2023, equation 22
             scaling["attention_factor"] = 0.1 * math.log(max(scaling["factor"], 1.0)) + 1
-    return {**common, "rope_type": kind, **scaling}
+    return {**base, "rope_type": kind, **scaling}

@@ -4,7 +4,7 @@ import operator
 import re
 from pathlib import Path
 
-from checkpoints.weights import INDEX, SIDE_FILES, SINGLE, check_format
+from checkpoints.weights import INDEX, OTHER_FORMATS, SIDE_FILES, SINGLE, check_format
 from errors import UserError, reading
 from files import read_json
 
@@ -15,6 +15,8 @@ HUB_ID = re.compile(r"((?!runs/)\w[\w.-]*/(\w[\w.-]*))(?:@(.+))?", re.ASCII)  # 
 def find_checkpoint(path: Path | str) -> Path:
     """The checkpoint or adapter that `path` means: itself, the best one of a run, or a download from the Hub."""
     name, path = str(path), Path(path)
+    if path.is_file() and path.suffix == ".gguf":
+        raise UserError(f"{path} has {OTHER_FORMATS[b'GGUF']}.")
     if path.is_file():
         raise UserError(f"{path} is a file; give the directory of a checkpoint or a run.")
     hub_id = HUB_ID.fullmatch(name)
@@ -96,8 +98,8 @@ def newest_runs(folder: Path = RUNS) -> str:
 
 def runs_in(folder: Path) -> list[Path]:
     """The run folders in `folder`, that with the newest checkpoint first."""
-    saved = {run: max(save.stat().st_mtime for save in saves_in(run)) for run in folder.glob("*") if saves_in(run)}
-    return sorted(saved, key=saved.get, reverse=True)
+    save_times = {run: max(save.stat().st_mtime for save in saves_in(run)) for run in folder.glob("*") if saves_in(run)}
+    return sorted(save_times, key=save_times.get, reverse=True)
 
 
 def saves_in(run: Path) -> list[Path]:

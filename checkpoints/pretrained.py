@@ -216,7 +216,7 @@ def load_weights(decoder: Decoder, directory: Path | str) -> tuple[list[str], li
 def check_fields_match(theirs: ModelConfig, ours: ModelConfig, directory: Path | str) -> None:
     """`UserError` with all fields in which two models differ: other numbers of heads can give the same shapes."""
     fields = [(key, getattr(theirs, key), getattr(ours, key)) for key in (*SHAPE_FIELDS, *FIELDS_THAT_MUST_MATCH)]
-    different = [f"{key.removeprefix('resolved_')} {a} instead of {b}" for key, a, b in fields if a != b]
-    if different:
-        problem = ", ".join(different)
+    differences = [f"{key.removeprefix('resolved_')} {a} instead of {b}" for key, a, b in fields if a != b]
+    if differences:
+        problem = ", ".join(differences)
         raise UserError(f"the weights of {directory} do not fit this model: {problem}; use the same values.")

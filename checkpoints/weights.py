@@ -49,8 +49,8 @@ def check_format(directory: Path) -> bool:
     for path in sorted(directory.iterdir()):
         if path.suffix in (".gguf", ".bin", ".pt", ".pth") and path.is_file():
             with path.open("rb") as file:
-                unknown = f"{path.name}, whose format is not read; give safetensors"
-                raise UserError(f"{directory} has {OTHER_FORMATS.get(file.read(4), unknown)}.")
+                other_format = f"{path.name}, whose format is not read; give safetensors"
+                raise UserError(f"{directory} has {OTHER_FORMATS.get(file.read(4), other_format)}.")
     return False
 
 

@@ -1,11 +1,12 @@
-"""What Triton launches share: registration as torch operators, rows, tiles and the limits of a device.
+"""What Triton launches share: rows, tiles, the limits of a device and, for training, registration as torch operators.
 
-Each launch of training is an operator `torch.ops.prenorm.NAME` that returns new tensors and writes to none of its
-inputs, so that torch.compile accepts it (fullgraph) and CUDA graphs capture it. An operator cannot return an optional
-tensor: an empty one stands for None. Those of `decode` are plain functions, which write into buffers. Nothing is
-autotuned: launch geometry is a closed formula of the shape. Triton compiles a kernel for sizes and strides that 16
-divides, to read 16 bytes at a time, and again for others. The number of tokens is excepted (`do_not_specialize`): it
-never causes a recompile.
+A launch of training is an operator `torch.ops.prenorm.NAME` that returns new tensors and writes to none of its inputs,
+so that torch.compile accepts it (fullgraph) and CUDA graphs capture it. An operator cannot return an optional tensor:
+an empty one stands for None. The launches of `decode` are plain functions, which write into buffers.
+
+Nothing is autotuned: launch geometry is a closed formula of the shape. Triton compiles a kernel for sizes and strides
+that 16 divides, to read 16 bytes at a time, and again for others. In training the number of tokens is excepted
+(`do_not_specialize`) and never causes a recompile; `decode` is compiled for each number of sequences.
 """
 
 from collections.abc import Callable

@@ -74,7 +74,8 @@ def surgery(decoder: Decoder, ids: Sequence[int], change: str, norm: str | None 
     """
     norms = {name: module for name, module in decoder.named_modules() if isinstance(module, Norm)}
     if change not in CHANGES or norm not in (None, *norms):
-        raise UserError(f"{change} of {norm}: changes are {', '.join(CHANGES)}; norms are {', '.join(norms)}.")
+        changes, of_norm = ", ".join(CHANGES), "" if norm is None else f" of {norm}"
+        raise UserError(f"there is no change {change}{of_norm}: changes are {changes}; norms are {', '.join(norms)}.")
     chosen, hook = norms.values() if norm is None else [norms[norm]], functools.partial(replace_output, change)
     return token_losses(decoder, ids, chosen, hook) - token_losses(decoder, ids, [], hook)
 

@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 import torch
@@ -21,7 +21,7 @@ from model.cache import KeyValueCache
 from model.config import ModelConfig
 from model.count import num_parameters
 from model.device import explain_out_of_memory
-from model.inspect import CHANGES, inspect, surgery
+from model.inspect import inspect, surgery
 
 MAX_CHOICES = 128  # choices of one request
 SCORED_AT_ONCE = 256  # tokens of a prompt: the logits of a long one would take gigabytes
@@ -59,9 +59,9 @@ class CompletionRequest(Request, kw_only=True):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.top_logprobs = int(self.logprobs)
-        if isinstance(self.prompt, str) or all(isinstance(part, int) for part in self.prompt):
+        if isinstance(self.prompt, str) or all(isinstance(item, int) for item in self.prompt):
             self.prompt = [self.prompt]
-        if any(isinstance(part, int) for part in self.prompt):
+        if any(isinstance(item, int) for item in self.prompt):
             raise ValueError("`prompt` must be a text, a list of token ids, or a list of such")
         if self.n * len(self.prompt) > MAX_CHOICES:
             raise ValueError(f"at most {MAX_CHOICES} choices can be asked for at once")
@@ -74,7 +74,7 @@ class InspectRequest(msgspec.Struct, kw_only=True):
 
     model: str
     text: str
-    change: Literal[*CHANGES] | None = None
+    change: str | None = None  # one of `CHANGES`
     norm: str | None = None  # all
 
 
@@ -158,10 +158,10 @@ class ServedModel:
         if request.change is not None:
             differences = surgery(self.decoder, ids, request.change, request.norm)
             return {"differences": differences.double().round(decimals=5).tolist()}
-        inside = inspect(self.decoder, ids)
-        text_by_id = {i: self.describe(i, None, 0)["token"] for i in {*ids, *inside.top_ids.flatten().tolist()}}
-        tensors = {name: value for name, value in vars(inside).items() if torch.is_tensor(value)}
-        fields = vars(inside) | {name: value.double().round(decimals=5).tolist() for name, value in tensors.items()}
+        inspection = inspect(self.decoder, ids)
+        text_by_id = {i: self.describe(i, None, 0)["token"] for i in {*ids, *inspection.top_ids.flatten().tolist()}}
+        tensors = {name: value for name, value in vars(inspection).items() if torch.is_tensor(value)}
+        fields = vars(inspection) | {name: value.double().round(decimals=5).tolist() for name, value in tensors.items()}
         fields["top_texts"] = [[[text_by_id[i] for i in top] for top in tops] for tops in fields.pop("top_ids")]
         return fields | {"tokens": [text_by_id[i] for i in ids]}
 

@@ -35,7 +35,7 @@ class Server(uvicorn.Server):
         ]
         # Against DNS rebinding: a page of another site can send requests here, but with that site's name as Host.
         names, handlers = ("localhost", "{a:int}.{b:int}.{c:int}.{d:int}", host), (exceptions.HTTPException, Exception)
-        self.paths = ", ".join(route.path for route in routes)
+        self.paths = ", ".join(route.path.replace("{id:path}", "MODEL") for route in routes)
         hosts = [routing.Host(name, routing.Router(routes, default=self.refuse_path)) for name in names]
         app = applications.Starlette(routes=hosts, exception_handlers=dict.fromkeys(handlers, refuse))
         app.router.default = refuse_host
@@ -54,7 +54,8 @@ class Server(uvicorn.Server):
 
     def read(self, content: bytes, kind: type[Request | InspectRequest]) -> Request | InspectRequest:
         """The request of a body, in which null means nothing. The model of a chat has defaults for its sampling."""
-        with reading("the request", "see OpenAI's reference of the API"):
+        reference = "docs/serve.md" if kind is InspectRequest else "OpenAI's reference of the API"
+        with reading("the request", f"see {reference}"):
             values = msgspec.json.decode(content, type=dict).items()
             fields = {"model": next(iter(self.models))} | {name: value for name, value in values if value is not None}
             if "max_completion_tokens" in fields:
@@ -140,6 +141,8 @@ def refuse(http: requests.Request, error: Exception) -> responses.JSONResponse:
     """An error in OpenAI's format."""
     status = getattr(error, "status_code", 400 if isinstance(error, UserError) else 500)
     message = getattr(error, "detail", str(error) if status < 500 else repr(error))
+    if status == 405:
+        message = f"{http.url.path} does not take {http.method}; use {error.headers['Allow']}"
     kind = "invalid_request_error" if status < 500 else "server_error"
     about = {"message": message, "type": kind, "param": None, "code": getattr(error, "code", None)}
     return responses.JSONResponse({"error": about}, status)

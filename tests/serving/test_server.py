@@ -165,7 +165,9 @@ def test_malformed_bodies_get_an_error_in_openais_format(server, capfd):
     answers = [post(server, body, "completions" if n % 7 else "chat/completions") for n, body in enumerate(bodies)]
     refused = [answer for answer in answers if answer[0] != 200]  # `true` is a number of logprobs
     refused += [post(server, {}, "models"), post(server, {}, "embeddings")]
-    assert "there is no path /v1/embeddings, only /, /health, /v1/models, " in refused[-1][1]["error"]["message"]
+    no_post, no_path = (answer["error"]["message"] for _, answer in refused[-2:])
+    assert no_post.startswith("/v1/models does not take POST; use ") and "GET" in no_post
+    assert "there is no path /v1/embeddings, only /, /health, /v1/models, /v1/models/MODEL, " in no_path
     refused += [post(server, {"model": "text", "messages": HELLO}, "chat/completions")]
     refused += [post(server, {"messages": [{"role": "user", "content": ["a", "b"]}]}, "chat/completions")]
     refused += [post(server, {"prompt": "a " * 5000}), post(server, {"prompt": "a"}, Host="evil.com")]
@@ -223,3 +225,10 @@ def test_ctrl_c_while_it_starts_is_one_line(directories, seconds):
 def test_a_port_in_use_is_one_line(server, directories):
     with pytest.raises(UserError, match=rf"cannot listen on port {server.port} of .*; give another --port or --host"):
         serve.main([str(directories[0])], port=server.port)
+
+
+def test_a_number_that_is_no_port_is_one_line_and_an_adapter_is_named_with_its_model(directories, tmp_path):
+    with pytest.raises(UserError, match="--port 99999 is no port; give one from 0 to 65535"):
+        serve.main([str(directories[0])], port=99999)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(directories[0])}))
+    assert serve.describe(tmp_path) == f"{directories[0]} with the adapter {tmp_path}"
