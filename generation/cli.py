@@ -41,11 +41,13 @@ def run(settings: Settings, directory: Path, prompts: Sequence[str]) -> None:
     context = checkpoint.config.max_position_embeddings
     check_prompts(encoded, context)  # before the weights are read
     decoder = load_decoder(checkpoint, settings.device, settings.dtype, settings.kernels, settings.batch_size)
+    name = str(checkpoint.directory)
+    if checkpoint.adapter is not None:
+        name += f" with the adapter {checkpoint.adapter}"
     del checkpoint  # with the mapping of its files
     device, dtype = next(decoder.parameters()).device, str(decoder.compute_dtype).removeprefix("torch.")
     dtype += " with int8 matrices" if settings.dtype == "int8" else ""
-    adapter = "" if settings.adapter is None else f" with the adapter {settings.adapter}"
-    log(f"{directory}{adapter} on {device} in {dtype}, kernels: {kernels.describe(device)}")
+    log(f"{name} on {device} in {dtype}, kernels: {kernels.describe(device)}")
     options = dict(max_new_tokens=settings.token_limit, sampling=settings.sampling, seed=settings.seed)
     options |= dict(eos_ids=ends, vocab_size=tokenizer.vocab_size)
     continue_prompts = functools.partial(generate, decoder, **options)
