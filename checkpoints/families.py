@@ -216,7 +216,7 @@ def from_json(fields: dict) -> ModelConfig:
 
 def read_rope(fields: dict) -> dict:
     """`rope_theta`, `partial_rotary_factor` and, unless it is the default, the scaling as `ModelConfig` has it."""
-    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}  # of transformers 4, and of 5
+    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}  # the name in transformers 4, and in 5
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", *ROPE_SCALING) or not ROPE_KEYS.issuperset(rope):
         raise ValueError(f"rotary positions are {rope}, and only default, {', '.join(ROPE_SCALING)} are supported")

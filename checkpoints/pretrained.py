@@ -91,7 +91,7 @@ def save_pretrained(
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write contiguous tensors as a safetensors file; `OSError` when that fails."""
     path.touch()
-    permissions = path.stat().st_mode  # those of any new file; the library makes files for their owner only
+    permissions = path.stat().st_mode  # the permissions of any new file; the library makes files for their owner only
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:

@@ -188,7 +188,7 @@ def defaults(sources: argparse.Namespace, flags: set[str]) -> Command:
         bias = True if init_from and model.has_norm_bias else model.norm_bias  # converted with its bias
         model = dataclasses.replace(model, norm=sources.norm, norm_bias=bias)
     if "--data" in flags:
-        run = dataclasses.replace(run, sample_prompts=())  # those of the file are for its own text
+        run = dataclasses.replace(run, sample_prompts=())  # the prompts of the file are for its own text
     length = min(data.sequence_length, model.max_position_embeddings)
     if "--sequence-length" in flags or length < data.sequence_length:  # also of the first sequences
         data = dataclasses.replace(data, sequence_length=length, first_sequence_length=None)

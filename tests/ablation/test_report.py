@@ -19,8 +19,8 @@ def losses(run) -> float:
 
 def rows_of(markdown: str, title: str) -> list[dict[str, str]]:
     """The rows of the table in a part of the report, by column."""
-    part = markdown.split(f"## {title}\n")[1].split("\n## ")[0]
-    head, _, *lines = [line.strip("| ").split(" | ") for line in part.splitlines() if line.startswith("|")]
+    section = markdown.split(f"## {title}\n")[1].split("\n## ")[0]
+    head, _, *lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
     return [dict(zip(head, line, strict=True)) for line in lines]
 
 

@@ -95,7 +95,7 @@ def test_a_saved_model_has_equal_logits_in_transformers_and_is_read_back_bit_equ
 
 
 CONTEXT = 80  # short enough for frequencies rounded to float32
-ROPES = {  # of original contexts that are short enough for every branch to matter
+ROPES = {  # their original contexts are short enough for every branch to matter
     "default": {"rope_theta": 400.0},
     "linear": {"rope_theta": 400.0, "factor": 2.5},
     "yarn": {"rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 25, "beta_fast": 5.0},

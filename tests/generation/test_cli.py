@@ -137,9 +137,9 @@ def test_a_text_is_printed_as_it_is_generated_and_ends_before_a_stop_string_also
     before = text[: text.index(stop, 3)]
     assert output(checkpoint, ["def"], **options)[0] == before + "\n"
     lines = output(checkpoint, ["def", "x"], samples=2, batch_size=3, jsonl=True, **options)[0].splitlines()
-    found = [json.loads(line) for line in lines]
-    assert found[0] == {"prompt": "def", "sample": 0, "text": before, "end": "stop"}
-    assert [(one["prompt"], one["sample"]) for one in found] == [("def", 0), ("def", 1), ("x", 0), ("x", 1)]
+    rows = [json.loads(line) for line in lines]
+    assert rows[0] == {"prompt": "def", "sample": 0, "text": before, "end": "stop"}
+    assert [(one["prompt"], one["sample"]) for one in rows] == [("def", 0), ("def", 1), ("x", 0), ("x", 1)]
 
 
 def test_a_start_opens_the_configuration_the_weights_and_the_tokenizer_once(checkpoint, monkeypatch, output):
@@ -195,8 +195,8 @@ def test_tokenizer_template_and_ends_are_those_of_the_adapter_alone_beside_its_m
     _, lines = output(checkpoint, [], merge=merged, adapter=str(adapter))
     assert lines == [f"written: {merged}; try it: python generate.py {merged}"]
     for directory, option in ((adapter, None), (checkpoint, str(adapter)), (merged, None)):
-        _, found, ends = load.open_model(directory, option)
-        assert found.chat_template is not None and ends == {5, tokenizer.eos_id}
+        _, opened, ends = load.open_model(directory, option)
+        assert opened.chat_template is not None and ends == {5, tokenizer.eos_id}
         assert recommended_sampling(directory, option) == Sampling(temperature=0.3, top_k=50)
-    _, found, ends = load.open_model(checkpoint, str(bare))
-    assert found.chat_template is None and ends == {tokenizer.eos_id}
+    _, opened, ends = load.open_model(checkpoint, str(bare))
+    assert opened.chat_template is None and ends == {tokenizer.eos_id}

@@ -66,8 +66,8 @@ def test_answers_are_those_of_a_fresh_cache_but_only_new_tokens_are_computed(tal
     for question in ("def add", "x + é ☺?", "def add", "def add"):
         talk.fed.clear()
         answers.append(talk.ask(question))
-        [(known, tokens)] = talk.fed  # new tokens go through the step for a CPU
-        assert tokens == talk.calls[-1][0][known:] and tokens and known >= before  # the last prompt is computed once
+        [(cached, tokens)] = talk.fed  # new tokens go through the step for a CPU
+        assert tokens == talk.calls[-1][0][cached:] and tokens and cached >= before  # the last prompt is computed once
         before = len(talk.calls[-1][0])
     assert answers == [talk.fresh_answer(turn) for turn in range(4)] and len(set(answers)) == 4
     assert [number for _, number in talk.calls] == [[0], [1], [2], [3]]

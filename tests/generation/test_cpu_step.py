@@ -49,21 +49,21 @@ def steps(decoder, lengths, count=3):
         cache.keys.fill_(float("nan"))  # positions that are not filled must not be read
         cache.values.fill_(float("nan"))
         decoder(tokens[:, : max(lengths)], cache=cache, padding=padding)
-    step, found, expected = CpuDecodeStep(decoder, caches[1]), [], []
+    step, logits, expected = CpuDecodeStep(decoder, caches[1]), [], []
     for token in tokens[:, max(lengths) :].split(1, 1):
         expected.append(decoder(token, cache=caches[0], padding=padding))
-        found.append(step(token, padding))
+        logits.append(step(token, padding))
         assert caches[0].length == caches[1].length
-    return torch.cat(found, 1), torch.cat(expected, 1), caches
+    return torch.cat(logits, 1), torch.cat(expected, 1), caches
 
 
 @pytest.mark.parametrize("lengths", [[4], [5, 2, 1]], ids=str)
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
 @torch.inference_mode()
 def test_logits_and_cache_equal_the_decoders(make_decoder, relative, variant, lengths):
-    found, expected, caches = steps(make_decoder(**variant).eval(), lengths)
-    assert found.shape == (len(lengths), 3, 97) and found.dtype == torch.float32
-    assert relative(found, expected) < 3e-6
+    logits, expected, caches = steps(make_decoder(**variant).eval(), lengths)
+    assert logits.shape == (len(lengths), 3, 97) and logits.dtype == torch.float32
+    assert relative(logits, expected) < 3e-6
     for sequence, length in enumerate(lengths):
         filled = slice(max(lengths) - length, max(lengths) + 3)
         for kind in ("keys", "values"):
@@ -77,8 +77,8 @@ def test_positions_after_the_first_table_of_angles_and_scores_too_large_for_exp_
     decoder.rope.cos, decoder.rope.sin = decoder.rope.cos[:4].clone(), decoder.rope.sin[:4].clone()
     for layer in decoder.layers:
         layer.self_attn.qkv_proj.bias *= 50
-    found, expected, _ = steps(decoder, [4])
-    assert relative(found, expected) < 3e-6
+    logits, expected, _ = steps(decoder, [4])
+    assert relative(logits, expected) < 3e-6
 
 
 @torch.inference_mode()
@@ -86,8 +86,8 @@ def test_bfloat16_errs_less_than_the_decoder_does(make_decoder, relative):
     decoder = make_decoder(norm="layer", attention_bias=True, qk_norm=True).eval()
     exact, _, _ = steps(decoder, [5, 2, 1])
     decoder.compute_dtype = torch.bfloat16  # the weights stay float32, as in training: the step casts them once
-    found, expected, _ = steps(decoder, [5, 2, 1])
-    assert 0 < relative(found, exact) < relative(expected, exact)
+    logits, expected, _ = steps(decoder, [5, 2, 1])
+    assert 0 < relative(logits, exact) < relative(expected, exact)
 
 
 @torch.inference_mode()
@@ -108,8 +108,8 @@ def test_int8_matrices_are_rounded_to_the_closest_integers_and_computed_with_exa
     assert decoder.embed_tokens.int8 is None and decoder.lm_head.int8 is not None
     tokens = torch.randint(97, (2, 6), generator=torch.Generator().manual_seed(3))
     step = CpuDecodeStep(decoder, KeyValueCache(decoder.config, 2, 6))
-    found = torch.cat([step(token, None) for token in tokens.split(1, 1)], 1)
-    assert relative(found, expected(tokens)) < 3e-6 < relative(found, decoder(tokens))
+    logits = torch.cat([step(token, None) for token in tokens.split(1, 1)], 1)
+    assert relative(logits, expected(tokens)) < 3e-6 < relative(logits, decoder(tokens))
 
 
 @torch.inference_mode()
@@ -130,11 +130,11 @@ def test_sequences_in_a_batch_have_the_logits_that_they_have_alone_whatever_the_
 def test_where_numba_is_missing_the_decoder_gives_the_same_text_and_says_so_once(make_decoder, monkeypatch, capsys):
     decoder = make_decoder(attention_bias=True, qk_norm=True).eval()
     prompts = [[1, 2, 3], [4], list(range(30))]
-    found = generate(decoder, prompts, max_new_tokens=50).tokens
-    assert [len(text) for text in found] == [50, 50, 34]  # the last one has filled the context
+    texts = generate(decoder, prompts, max_new_tokens=50).tokens
+    assert [len(text) for text in texts] == [50, 50, 34]  # the last one has filled the context
     monkeypatch.setitem(sys.modules, "numba", None)
     note.cache_clear()
-    assert [generate(decoder, prompts, max_new_tokens=50).tokens for _ in range(2)] == [found, found]
+    assert [generate(decoder, prompts, max_new_tokens=50).tokens for _ in range(2)] == [texts, texts]
     assert capsys.readouterr().err.count("pip install numba") == 1
 
 

@@ -70,11 +70,11 @@ def test_fused_decoding_gives_the_same_tokens_to_the_end_of_the_context(monkeypa
         setattr(decoder.rope, name, torch.cat((table, torch.full_like(table, torch.nan)))[: len(table)])
     kernels.use("triton", torch.device("cpu"))
     try:
-        found = generate(decoder, prompts, **options)
+        result = generate(decoder, prompts, **options)
     finally:
         kernels.use("auto", torch.device("cpu"))
-    assert (found.tokens, found.finish_reasons) == (expected.tokens, expected.finish_reasons)
-    assert len(calls) == 12 and len(set(found.tokens[1])) > 5
+    assert (result.tokens, result.finish_reasons) == (expected.tokens, expected.finish_reasons)
+    assert len(calls) == 12 and len(set(result.tokens[1])) > 5
     assert not capsys.readouterr().err  # the decoder did not have to replace the kernels
 
 

@@ -23,7 +23,7 @@ def softmax(row: list[float]) -> list[float]:
     return [weight / math.fsum(weights) for weight in weights]
 
 
-def kept(logits: torch.Tensor) -> list[set[int]]:
+def allowed(logits: torch.Tensor) -> list[set[int]]:
     return [{i for i, value in enumerate(row) if value > -math.inf} for row in logits.tolist()]
 
 
@@ -70,14 +70,14 @@ VALUES = {
 def test_a_filter_keeps_the_tokens_of_its_reference_and_their_logits(logits, name):
     for value in VALUES[name]:
         result = sampling.filter_logits(logits, Sampling(temperature=1.0, **{name: value}))
-        assert kept(result) == [REFERENCES[name](row, value) for row in logits.tolist()]
+        assert allowed(result) == [REFERENCES[name](row, value) for row in logits.tolist()]
         expected = sampling.apply_temperature(logits, 1.0)
         assert torch.equal(result[result > -math.inf], expected[result > -math.inf])
 
 
 def test_top_p_keeps_no_more_tokens_when_their_probability_is_exactly_p():
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
-    assert kept(sampling.keep_top_p(logits, 0.75)) == [{0, 1}]
+    assert allowed(sampling.keep_top_p(logits, 0.75)) == [{0, 1}]
 
 
 def test_filters_apply_in_the_order_temperature_top_k_top_p_min_p(logits):
@@ -89,7 +89,7 @@ def test_filters_apply_in_the_order_temperature_top_k_top_p_min_p(logits):
             ids = reference(row, getattr(settings, name))
             row = [x if i in ids else -math.inf for i, x in enumerate(row)]
             steps.append(len(ids))
-        assert kept(sampling.filter_logits(logits[len(steps) // 3 - 1][None], settings)) == [ids]
+        assert allowed(sampling.filter_logits(logits[len(steps) // 3 - 1][None], settings)) == [ids]
     # The order matters only if each filter removes tokens in some row.
     assert max(steps[0::3]) < VOCABULARY and steps[0::3] != steps[1::3] and steps[1::3] != steps[2::3]
 

@@ -71,8 +71,8 @@ def test_logits_and_cache_equal_the_decoders(make_decoder, relative, variant):
     assert step.unavailable_reason is None  # otherwise the decoder would be compared with itself
     for b, first in enumerate(padding):
         for kind in ("keys", "values"):
-            expected, found = (getattr(cache, kind)[:, b, :, first:7] for cache in caches)
-            assert relative(found, expected) < 2e-6
+            expected, ours = (getattr(cache, kind)[:, b, :, first:7] for cache in caches)
+            assert relative(ours, expected) < 2e-6
 
 
 def test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_computes(make_decoder, request):
@@ -109,9 +109,9 @@ def test_the_next_prompt_uses_the_same_step_an_empty_cache_no_padding_of_the_las
         decoder(first, cache=step.cache, padding=padding)
         step(first[:, :1], padding)
     decoder.layers[0].mlp.down_proj.weight.data *= 2
-    found, again = decode(decoder, second, positions=11)  # room for as many as before, rounded up
+    logits, again = decode(decoder, second, positions=11)  # room for as many as before, rounded up
     assert again is step
-    assert relative(found, decoder(second)) < 2e-6
+    assert relative(logits, decoder(second)) < 2e-6
 
 
 @pytest.mark.usefixtures("triton_kernels")
@@ -170,8 +170,8 @@ def test_if_a_kernel_fails_the_decoder_continues_with_the_same_cache_and_one_lin
         run(*arguments)
 
     monkeypatch.setattr(kernels.decode, "project", fail)
-    found, step = decode(decoder, tokens)
+    logits, step = decode(decoder, tokens)
     assert step.unavailable_reason == "RuntimeError: ptxas fatal: no such luck"
-    assert relative(found, decoder(tokens)) < 2e-6
+    assert relative(logits, decoder(tokens)) < 2e-6
     printed = capsys.readouterr().err
     assert printed == f"fused decoding: {step.unavailable_reason}; the decoder runs without it.\n"

@@ -78,7 +78,7 @@ def test_the_residual_sum_is_rounded_once_and_what_is_normalized_is_the_rounded_
 def test_zero_tiny_and_huge_rows_equal_the_reference(kernel, draw, kind):
     x = draw(5, 104)
     x[0], x[1], x[2], x[3] = 0.0, x[1] * 1e-30, x[2] * 1e-3, x[3] * 1e15
-    x[4] = 1e19 if kind == "rms" else x[4]  # whose squares overflow: torch gives 0 as well
+    x[4] = 1e19 if kind == "rms" else x[4]  # its squares overflow: torch gives 0 as well
     y, _ = kernel.normalize(x, kind=kind, eps=EPS)
     expected, _ = reference.normalize(x, kind=kind, eps=EPS)
     assert ((y - expected).norm(dim=-1) <= 1e-6 * expected.norm(dim=-1)).all()

@@ -80,7 +80,7 @@ def strided(draw):
 def test_triton_results_are_rounded_once_for_all_heads_strides(draw, strided, assert_exact, shape, head_norms, dtype):
     heads, kv_heads, width, batch, length = SHAPES[shape]
     angles = draw(batch, length, width // 2, mean=500.0, std=300.0, dtype=torch.float64)
-    cos, sin = strided(*angles.shape, gap=3), strided(*angles.shape, gap=7)  # of sequences with their own positions
+    cos, sin = strided(*angles.shape, gap=3), strided(*angles.shape, gap=7)  # each sequence has its own positions
     tables = cos.copy_(angles.cos()), sin.copy_(angles.sin())
     inputs = [strided(batch, length, (heads + 2 * kv_heads) * width, gap=9, dtype=dtype)]
     inputs += [draw(width, mean=1.0, dtype=BF16) for _ in range(2 * head_norms)]
