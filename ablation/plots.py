@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 from ablation.stats import Effect, mean_effect
 from ablation.study import Study
-from training.plot import COLOURS
+from training.plot import COLOURS, use_chinese_fonts
 
 WIDTH, DPI = 5.4, 110  # inches; 594 pixels
 MUTED = "0.45"
@@ -17,6 +17,7 @@ MARKERS = "os^D"
 
 def panels(height: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
     """A figure of this height in inches and its axes, one below the other."""
+    use_chinese_fonts()
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
     every = [*figure.subplots(rows, sharex=True, squeeze=False).flat]
     for axes in every:

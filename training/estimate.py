@@ -37,13 +37,13 @@ def estimate(settings: Settings) -> float:
     is_here = not any(name in KNOWN or name.startswith("hub:") for name in data.data)
     conversations = is_here and find_conversations(resolve(data)) is not None
     if is_here and not conversations:
-        size, about = sum(file.size for file in resolve(data)), "about "
+        size, note_on_size = sum(file.size for file in resolve(data)), f", if a token has {BYTES_PER_TOKEN} bytes"
         if size < QUICK_TEXT and (settings.run.init_from or data.tokenizer):
-            size, about = prepare_corpus(settings).count_sequences(data) * data.sequence_length, ""
+            size, note_on_size = prepare_corpus(settings).count_sequences(data) * data.sequence_length, ""
         else:
             size /= BYTES_PER_TOKEN
         small = ": too small for a batch" if size < data.batch_size * data.sequence_length else ""
-        print(f"text      {about}{epochs(tokens, size)}{small}")
+        print(f"text      {epochs(tokens, size)}{note_on_size}{small}")
     print(f"compute   {flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million per token")
     sizes = memory(settings, dtype, device)
     listed = ", ".join(f"{what} {format_bytes(size)}" for what, size in sizes.items())

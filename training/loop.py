@@ -90,8 +90,8 @@ def open_run(session: Session, run_dir: Path) -> None:
     metrics.keep_until(run_dir, session.state.step)
     save_settings(session.settings, run_dir / "settings.toml")  # once nothing else can refuse to start
     print(f"run: {run_dir} (metrics.jsonl, settings.toml); Ctrl-C stops and saves", flush=True)
-    if session.settings.optimizer.warmup_steps >= session.steps:
-        print("note: the learning rate rises until the last step; for a short run give a smaller --warmup-steps")
+    if session.settings.optimizer.warmup_steps >= session.steps and session.state.step == 0:
+        print(f"note: the learning rate rises until the last step; better is --warmup-steps {session.steps // 10}")
 
 
 def evaluate_and_save(session: Session, bar: tqdm) -> None:

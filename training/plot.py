@@ -4,6 +4,7 @@
 """
 
 import argparse
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,23 @@ from training import metrics
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # told apart without colour vision: Okabe and Ito 2008
 DASHES = ("-", "--", "-.", ":")
+CHINESE = ("Noto Sans CJK SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "Microsoft YaHei", "SimHei", "PingFang SC")
 SMOOTHED = 20  # steps whose mean is a point of the training loss
+
+
+def use_chinese_fonts() -> None:
+    """Draw Chinese names in a font of this machine; where there is none, as boxes without a warning."""
+    from matplotlib import font_manager, rcParams
+
+    installed = {*font_manager.get_font_names()}
+    rcParams["font.family"] = ["DejaVu Sans", *(font for font in CHINESE if font in installed)]
+    warnings.filterwarnings("ignore", "Glyph .* missing from font")
 
 
 def draw(runs: list[Path], path: Path) -> None:
     from matplotlib.figure import Figure  # takes half a second to import: only when something is drawn
 
+    use_chinese_fonts()
     axes = Figure(figsize=(8, 4.5), dpi=120, layout="constrained").add_subplot()
     for i, run in enumerate(runs):
         lines, style = metrics.read(run), {"color": COLOURS[i % 4], "linestyle": DASHES[i % 4]}
