@@ -28,7 +28,7 @@ from ablation.run import commit, device_model, settings_hash, train_run
 from ablation.settings import replace_settings
 from ablation.study import Study
 from errors import UserError, printable, usable_cores
-from files import locked
+from files import locked, replace_text
 from model.device import choose_device
 from training.estimate import estimate, format_time
 
@@ -144,8 +144,9 @@ def write_plan(experiment: Experiment) -> None:
         save_plan(experiment.plan, path)
 
 
-def end_with_parent() -> None:
-    """End this process, in whatever it is doing, when the one that started it has died."""
+def prepare_process() -> None:
+    """Let this process be killed, and end it, in whatever it is doing, when the one that started it has died."""
+    tqdm.set_lock(threading.RLock())  # instead of a semaphore of the system, which would outlive it with a warning
 
     def watch() -> None:
         multiprocessing.parent_process().join()
@@ -157,7 +158,7 @@ def end_with_parent() -> None:
 def start_process(experiment: Experiment, run: Run, torch_device: str) -> Future:
     """Begin a run in a fresh process. It ignores Ctrl-C, as this process ends it."""
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=end_with_parent)
+    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=prepare_process)
     future = pool.submit(train_run, experiment.plan, run, torch_device, experiment.threads, len(experiment.workers))
     signal.signal(signal.SIGINT, handler)
     pool.shutdown(wait=False)
@@ -206,7 +207,9 @@ def compare(
             return 0
         if judging:
             lines = [judge(experiment, start)]
+            replace_text(folder / report.VERDICT, f"{lines[0]}\n")
         else:
+            (folder / report.VERDICT).unlink(missing_ok=True)  # of fewer pairs
             write_plan(experiment)
             execute(experiment, start)
             lines = report.headline(experiment.study)

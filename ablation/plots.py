@@ -71,7 +71,7 @@ def differences_over_steps(study: Study) -> Figure | None:
         axes.set_title(arm, fontsize=9)
         axes.locator_params(nbins=5)
     figure.supxlabel("step (line: mean of the pairs; band: its 95% interval)", fontsize=9)
-    figure.supylabel("loss minus the baseline's on a part of the text (lower: better)", fontsize=9)
+    figure.supylabel("loss minus the baseline's\n(on a part of the text; lower: better)", fontsize=9)
     return figure
 
 

@@ -13,10 +13,10 @@ from ablation.plan import STUDIES, arm_settings
 from ablation.records import KEY, MACHINE, read_lines
 from ablation.stats import MAX_PAIRS, MIN_PAIRS_FOR_EQUIVALENCE, SIGNIFICANCE, Comparison, Effect, holm
 from ablation.study import Study
-from files import replace_text, replacing
+from files import read_json, replace_text, replacing
 from model.count import num_norm_parameters, num_parameters
 
-MISSING = "-"
+MISSING, VERDICT = "-", "verdict.json"  # what judge said last
 PHASES = {
     "sweep": "to find learning rates",
     "pilot": "to fix the number of pairs",
@@ -37,12 +37,13 @@ def describe(study: Study, workers: int) -> str:
     pairs = schedule.pairs or "as many as the pilot asks for"
     phases = Counter(run.phase for run in schedule.remaining)
     counts = ", ".join(f"{count} {PHASES[phase]}" for phase, count in phases.items())
+    counts = f" ({counts})" if counts else ""
     later = "" if "final" in phases or not phases else ", and then those in pairs"
     return (
         f"arms: {'; '.join(study.plan.all_arms)}\n"
         f"learning rates: {', '.join(map(str, rates))}{' (a sweep)' if schedule.sweep_runs else ''}\n"
         f"final pairs: {pairs}; at most {hours:g} hours in all, and Ctrl-C stops it until the same command resumes it\n"
-        f"runs: {len(study.rows)} done, {len(schedule.remaining)} can start ({counts}){later}, {workers} at once"
+        f"runs: {len(study.rows)} done, {len(schedule.remaining)} can start{counts}{later}, {workers} at once"
     )
 
 
@@ -59,6 +60,12 @@ def headline(study: Study) -> list[str]:
     for effect, p in grid_effects(study):
         if p < SIGNIFICANCE:
             lines.append(f"effect of {effect.name}: {with_interval(effect)} {effect.unit}, p = {p:.2g} (Holm)")
+    counted, asked_for = len(study.schedule.counted_seeds), study.plan.seeds
+    done = study.rows.seed[study.rows.phase == "final"].nunique()
+    if asked_for is not None and 0 < counted < asked_for:
+        lines.append(f"note: {counted} of {asked_for} pairs, as the limit of {study.plan.hours:g} hours is reached")
+    elif 0 < counted < done:
+        lines.append(f"note: runs of {done} seeds are there, and {counted} of them count")
     return lines
 
 
@@ -100,12 +107,12 @@ def write(study: Study, folder: Path) -> Path:
     The reports of studies/, which are kept without pictures, have no links to them.
     """
     compared = [(f"{c.arm}: {c.verdict}", c.effect) for c in study.comparisons]
-    effects = [(effect.name.replace(" x ", "\nx "), effect) for effect in study.effects]
+    of_grid = [(effect.name.replace(" x ", "\nx "), effect) for effect in study.effects]
     bases = ", ".join(dict.fromkeys(c.baseline for c in study.comparisons))
     label = f"loss minus that of {bases}, {study.unit}\nlower loss: better"
     figures = {
         "differences": plots.forest(compared, label, study.plan.margin),
-        "effects": plots.forest(effects, label, study.plan.margin),
+        "effects": plots.forest(of_grid, label, study.plan.margin),
         "steps": plots.differences_over_steps(study),
         "sweep": plots.sweep(study),
     }
@@ -114,7 +121,10 @@ def write(study: Study, folder: Path) -> Path:
         with replacing(folder / f"{name}.{kind}") as file:
             figures[name].savefig(file, format=kind)
     rows = pd.DataFrame(map(comparison_row, study.comparisons))
-    replace_text(folder / "differences.csv", rows.to_csv(index=False))
+    effects = [c.effect for c in study.comparisons]
+    ends = {"low": [effect.interval[0] for effect in effects], "high": [effect.interval[1] for effect in effects]}
+    numbers = rows.assign(mean=[effect.estimate for effect in effects], **ends)
+    replace_text(folder / "differences.csv", numbers.to_csv(index=False))
     replace_text(
         folder / "differences.tex", rows.to_latex(index=False, escape=True, na_rep=MISSING, float_format="%.3g")
     )
@@ -141,7 +151,11 @@ def markdown_text(study: Study, folder: Path, drawn: Collection[str]) -> str:
         ("Changes of the plan", None, [table(read_lines(folder / "changes.jsonl"))]),
         ("Machines and versions", None, [table(machines.reset_index().to_dict("records"))]),
     ]
-    text = f"# {study.plan.name}\n\n" + "\n".join(f"- {line}" for line in headline(study)) + "\n"
+    lines, judged = headline(study), read_json(folder / VERDICT)
+    if judged:
+        lines.insert(0, f"judge: {judged['verdict']}, {judged['difference']} {judged['interval']}; {judged['reason']}")
+        lines.append("note: where judge stopped early, its interval is right, and those below are too narrow")
+    text = f"# {study.plan.name}\n\n" + "\n".join(f"- {line}" for line in lines) + "\n"
     for title, picture, blocks in sections:
         link = f"![{title}]({picture}.png)" if picture in drawn else ""
         shown = [block for block in (link, *blocks) if block]

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -104,7 +105,7 @@ def print_texts(continue_prompts: Callable, settings: Settings, tokenizer: Token
 def read_prompts(settings: Settings) -> list[str]:
     """The prompts of the command line, else those on standard input; none for a conversation in a terminal."""
     prompts = [*settings.prompt] if settings.text is None else [settings.text, *settings.prompt]
-    if prompts and settings.jsonl and Path(prompts[0]).is_file():
+    if prompts and settings.jsonl and os.path.isfile(prompts[0]):  # a path of any length
         raise UserError(f"--jsonl reads standard input: python generate.py RUN --jsonl < {prompts[0]}")
     if prompts:
         return prompts

@@ -79,7 +79,7 @@ class InspectRequest(msgspec.Struct, kw_only=True):
 
 
 class Step(NamedTuple):
-    """What one choice of an answer gains at once."""
+    """What one choice of an answer own at once."""
 
     choice: int
     text: str
@@ -94,11 +94,11 @@ def to_choices(request: Request, steps: Sequence[Step]) -> list[dict]:
     for step in steps:
         steps_by_choice.setdefault(step.choice, []).append(step)
     choices = []
-    for index, gains in sorted(steps_by_choice.items()):
-        text, tokens = "".join(step.text for step in gains), [token for step in gains for token in step.tokens]
-        choice = {"index": index, "finish_reason": gains[-1].end, "logprobs": {"content": tokens} if tokens else None}
+    for index, own in sorted(steps_by_choice.items()):
+        text, tokens = "".join(step.text for step in own), [token for step in own for token in step.tokens]
+        choice = {"index": index, "finish_reason": own[-1].end, "logprobs": {"content": tokens} if tokens else None}
         if isinstance(request, ChatRequest):
-            role = {"role": "assistant"} if gains[0].begins else {}  # clients join those of chunks
+            role = {"role": "assistant"} if own[0].begins else {}  # clients join those of chunks
             choice["delta" if request.stream else "message"] = role | {"content": text}
         else:
             choice["text"] = text

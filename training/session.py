@@ -1,6 +1,7 @@
 """Everything a run needs before its first step: device, text, model, optimizer, and the state to resume from."""
 
 import dataclasses
+import importlib.util
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -81,6 +82,8 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Log = print)
         raise UserError(f"--batch-size {settings.data.batch_size} cannot be divided by {processes.count} processes.")
     if settings.machine.compile and device.type == "cpu" and not any(map(shutil.which, COMPILERS)):
         raise UserError(f"--compile needs a C++ compiler: one of {', '.join(COMPILERS)}.")
+    if settings.machine.compile and device.type != "cpu" and importlib.util.find_spec("triton") is None:
+        raise UserError("--compile needs Triton, which is not installed: pip install triton.")
     kernels.use(settings.machine.kernels, device)
     keep_freed_memory()
     dtype = choose_training_dtype(settings.machine.dtype, device)

@@ -1,8 +1,10 @@
 """What a report says follows from the records."""
 
 import dataclasses
+import json
 import math
 
+import pandas as pd
 import pytest
 
 from ablation import report, study
@@ -36,6 +38,8 @@ def test_the_numbers_are_those_of_the_study(finish, tmp_path):
     assert "](differences.png)" in shown and (tmp_path / "differences.png").is_file()
     (row,) = rows_of(shown, "Differences")
     assert row["verdict"] == "lower" and row["pairs"] == "6"
+    table = pd.read_csv(tmp_path / "differences.csv")
+    assert table[["low", "mean", "high"]].iloc[0].tolist() == pytest.approx([low, comparison.effect.estimate, high])
     assert float(row["p (Holm)"]) == pytest.approx(comparison.p_holm, rel=1e-4)
     assert rows_of(shown, "Arms")[0]["nats per token"].split()[0] == loss
 
@@ -49,6 +53,23 @@ def test_arms_that_are_open_unfinished_or_diverged_say_so(finish):
     assert "rms: not finished, 3 of 6 final runs" in report.headline(unfinished)
     diverged = finish(pair.plan, lambda run: None if (run.arm, run.seed) == ("rms", 2) else losses(run))
     assert any(line.startswith("rms: 5 of 6 runs completed") for line in report.headline(diverged))
+
+
+def test_pairs_that_do_not_count_and_a_limit_that_was_reached_are_said(finish):
+    pair = finish(PLAN, losses)
+    fewer = Study(dataclasses.replace(PLAN, seeds=4), pair.rows)
+    assert report.headline(fewer)[-1] == "note: runs of 6 seeds are there, and 4 of them count"
+    slow = pair.rows.assign(seconds=3600.0, all_seconds=3600.0)
+    limited = Study(dataclasses.replace(PLAN, seeds=9, hours=float(len(slow))), slow)
+    assert report.headline(limited)[-1].startswith("note: 6 of 9 pairs, as the limit of ")
+    assert not any("note" in line for line in report.headline(pair))
+
+
+def test_a_judged_folder_repeats_the_verdict_and_says_which_interval_is_right(finish, tmp_path):
+    verdict = {"verdict": "keep", "difference": -0.1, "interval": [-0.2, -0.05], "reason": "decided after 4 pairs"}
+    (tmp_path / report.VERDICT).write_text(json.dumps(verdict), encoding="utf-8")
+    text = report.markdown_text(finish(PLAN, losses), tmp_path, ())
+    assert "- judge: keep, -0.1 [-0.2, -0.05]; decided after 4 pairs\n" in text and "below are too narrow" in text
 
 
 @pytest.mark.parametrize(
