@@ -70,8 +70,9 @@ def differences_over_steps(study: Study) -> Figure | None:
         axes.set_ylim(min(0, *late) - margin, max(0, *late) + margin)
         axes.set_title(arm, fontsize=9)
         axes.locator_params(nbins=5)
-    figure.supxlabel("step (line: mean of the pairs; band: its 95% interval)", fontsize=9)
-    figure.supylabel("loss minus the baseline's\n(on a part of the text; lower: better)", fontsize=9)
+    said = "line: mean of the pairs; band: its 95% interval; on a part of the text; lower: better"
+    figure.supxlabel(f"step\n{said}", fontsize=9)
+    figure.supylabel("loss minus baseline's, nats", fontsize=9)
     return figure
 
 
