@@ -24,8 +24,7 @@ import tyro
 from ablation.plan import Plan, find_plan, load_plan
 from ablation.settings import TYPES, base_settings
 from errors import UserError, end, fit_stdout, printable
-from flags import optional
-from training.settings import nearest
+from flags import optional, parse_flags
 
 DESCRIPTION = """Compare any settings of train.py over paired seeds, with intervals and a verdict.
 
@@ -67,36 +66,32 @@ def parse(arguments: list[str]) -> Command:
     """The command line; read twice, since the plan that it names gives the defaults of the flags."""
     options = {"description": DESCRIPTION, "prog": "ablate.py", "config": (tyro.conf.OmitArgPrefixes,)}
     without_help = [argument for argument in arguments if argument not in ("-h", "--help")]
-    first, unknown = tyro.cli(Command, args=without_help, return_unknown_args=True, **options)
-    refuse_unknown_flags(unknown)
+    first, unknown = parse_flags(Command, args=without_help, return_unknown_args=True, **options)
+    for argument in unknown:
+        name = argument.partition("=")[0][2:].replace("-", "_")
+        if name in TYPES and not hasattr(first.plan, f"{name}s"):
+            raise UserError(f"{argument} is a setting of train.py; --vary {name}=VALUE,VALUE compares values of it.")
+    if any(argument.startswith("--") for argument in unknown):
+        parse_flags(Command, args=without_help, **options)  # raises what is wrong
     plan = starting_plan(first)
     if first.quick:
         rate = plan.learning_rates[:1] or (base_settings(plan.config).optimizer.learning_rate,)
         quick = {"name": f"{plan.name}-quick", "seeds": 3, "steps": 300, "rerun_seeds": 0, "learning_rates": rate}
         plan = dataclasses.replace(plan, **quick)
     start = dataclasses.replace(Command(), plan=plan)
-    command = tyro.cli(Command, args=arguments, default=start, **options)
+    command = parse_flags(Command, args=arguments, default=start, **options)
     others = [name for name in RUNS_DEPEND_ON if getattr(command.plan, name) != getattr(start.plan, name)]
     suffix = "".join(f"-{name}-{getattr(command.plan, name)}" for name in others)
     name = command.plan.name + re.sub(r"[^\w.]+", "-", suffix).rstrip("-")
     return dataclasses.replace(command, plan=dataclasses.replace(command.plan, name=name))
 
 
-def refuse_unknown_flags(arguments: list[str]) -> None:
-    """Raise `UserError` for a flag that ablate.py does not have, with what was probably meant."""
-    names = {field.name for fields in map(dataclasses.fields, (Plan, Command)) for field in fields}
-    flags = ["--" + name.replace("_", "-") for name in names - {"name", "arms", "plan", "plan_file", "varied"}]
-    unknown = next((argument.partition("=")[0] for argument in arguments if argument.startswith("--")), None)
-    if unknown is None:
-        return
-    name = unknown[2:].replace("-", "_")
-    if name in TYPES:
-        raise UserError(f"{unknown} is a setting of train.py; --vary {name}=VALUE,VALUE compares values of it.")
-    raise UserError(f"{unknown} is not a flag; --help lists them.{nearest(unknown, flags)}")
-
-
 def starting_plan(command: Command) -> Plan:
     """The plan of the file, of --vary, or of --a and --b; with a name that tells it from others."""
+    if "=" in (command.plan_file or ""):
+        raise UserError(f"{command.plan_file} stands alone; settings of one flag are one text in quotes.")
+    if any(text.endswith(",") for text in command.varied):
+        raise UserError(f"--vary {' '.join(command.varied)} ends with a comma; write V,V without a space.")
     arms = {text or "default": assignments(text) for text in (command.a, command.b) if text is not None}
     if len(arms) == 1:
         raise UserError("--a and --b need each other, and differ: settings of the baseline, and of the other arm.")

@@ -1,9 +1,16 @@
 """Types of settings: the range of a number, and what the command line says of a value that may be absent."""
 
+import contextlib
 import dataclasses
-from typing import Annotated, Literal, get_args, get_origin
+import difflib
+import io
+import itertools
+import re
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import msgspec
+import tyro
 from msgspec import Meta
 from tyro.conf import arg
 
@@ -33,6 +40,29 @@ def check_fields(table: object) -> None:
         try:
             vars(table)[field.name] = msgspec.convert(value, field.type)
         except msgspec.ValidationError as error:
-            is_choice = get_origin(field.type) is Literal
-            reason = f"Expected {', '.join(get_args(field.type))}" if is_choice else error
-            raise UserError(f"{field.name} is {value!r}: {reason}.") from None
+            choices = get_args(field.type) if get_origin(field.type) is Literal else ()
+            reason = f"Expected {', '.join(choices)}" if choices else error
+            raise UserError(f"{field.name} is {value!r}: {reason}.{nearest(str(value), choices)}") from None
+
+
+def parse_flags(kind: Callable, **options: object) -> Any:
+    """`tyro.cli`, with one line about a flag or value that it does not accept in place of its box of several."""
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(kind, **options)
+    except SystemExit as end:
+        if not end.code:
+            raise
+    lines = [line.strip("│╭╮╰╯ ") for line in box.getvalue().splitlines()]
+    reason = " ".join(itertools.takewhile(lambda line: line.strip("─"), lines[1:])).rstrip(".")
+    similar = re.search(r"Perhaps you meant:\W*(--[a-z0-9-]+)", box.getvalue())
+    raise UserError(f"{reason}; see --help.{f' Did you mean {similar[1]}?' if similar else ''}")
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """` Did you mean X?`, or an empty string when no name is close or has these initials, as lr and wd."""
+    names = [*names]
+    by_initials = {"".join(word[:1] for word in re.split("[-_]", other)): other for other in names}
+    close = by_initials.get(name.strip("-")) or next(iter(difflib.get_close_matches(name.lower(), names)), None)
+    return f" Did you mean {close}?" if close else ""

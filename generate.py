@@ -12,10 +12,9 @@ if __name__ == "__main__":  # Ctrl-C and a missing package are one line in the s
 
 import shlex
 
-import tyro
-
 from checkpoints.find import find_checkpoint, newest_run
 from errors import UserError, fit_stdout, note
+from flags import parse_flags
 from generation.settings import Settings, recommended_sampling
 
 
@@ -23,16 +22,16 @@ def main() -> None:
     """Parse the command line, find the checkpoint; then import torch, which is slow, read the prompt and generate."""
     if {"-h", "--help"} & {*sys.argv}:
         fit_stdout()
-    settings, unknown = tyro.cli(Settings, prog="generate.py", return_unknown_args=True)
+    settings, unknown = parse_flags(Settings, prog="generate.py", return_unknown_args=True)
     if unknown and not any(word.startswith("-") for word in unknown):
         raise UserError(f"put a text of several words in quotes: {shlex.quote(' '.join([settings.text, *unknown]))}")
     if unknown:
-        tyro.cli(Settings, prog="generate.py")  # ends with what is wrong
+        parse_flags(Settings, prog="generate.py")  # raises what is wrong
     checkpoint = find_checkpoint(newest_run() if settings.run is None else settings.run)
     recommended = None if settings.merge else recommended_sampling(checkpoint, settings.adapter)
     follow = recommended is not None and (settings.chat or recommended.temperature > 0)  # a text would repeat itself
     if follow:
-        settings = tyro.cli(Settings, prog="generate.py", default=Settings(sampling=recommended))
+        settings = parse_flags(Settings, prog="generate.py", default=Settings(sampling=recommended))
     sys.stdout.reconfigure(newline="\n")  # the same bytes on Windows
     from generation import cli  # imports torch
 

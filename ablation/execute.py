@@ -29,8 +29,10 @@ from ablation.settings import replace_settings
 from ablation.study import Study
 from errors import UserError, printable, usable_cores
 from files import locked, replace_text
+from model.decoder import Decoder
 from model.device import choose_device
 from training.estimate import estimate, format_time
+from training.optimizer import freeze_parameters
 
 
 @dataclass
@@ -195,6 +197,9 @@ def compare(
     """Train the runs that are missing, and report; returns the exit status. ray: the address of a cluster."""
     plan = judged(plan) if judging else plan
     plan.check_arms()  # before there is a folder
+    for settings in (arm_settings(plan, arm) for arm in plan.all_arms.values()):
+        with torch.device("meta"):  # no memory
+            freeze_parameters(Decoder(settings.model), settings.run.freeze)
     with contextlib.nullcontext() if dry_run else locked(folder):
         experiment, start = load_experiment(plan, folder, torch_device, jobs), None
         if ray is not None:

@@ -13,8 +13,8 @@ from tyro.conf import Suppress, arg
 from ablation.settings import base_settings, label, read_value, replace_settings
 from errors import UserError
 from files import read_toml, replace_text
-from flags import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_fields, optional
-from training.settings import CONFIGS, Settings, nearest, read_table
+from flags import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_fields, nearest, optional
+from training.settings import CONFIGS, Settings, read_table
 
 STUDIES = CONFIGS.parent / "studies"
 MAX_SEEDS = 500  # final runs of an arm
@@ -49,7 +49,7 @@ class Plan:
     """How much, relatively: rounding, and a change that means nothing"""
     first_seed: NonNegativeInt = 1  # Seed of the first final runs; the others follow
     hours: PositiveFloat = 12.0  # The most that all runs may take, sweep and pilot included
-    learning_rates: Annotated[tuple[PositiveFloat, ...], arg(help_behavior_hint="")] = ()
+    learning_rates: Annotated[tuple[PositiveFloat, ...], arg(help_behavior_hint="", aliases=("--lr",))] = ()
     """One for all arms, or several to sweep. By default the config's, or a sweep around it where the arms differ in the
     norm (beyond rms and layer), its placement, the MLP or the optimizer"""
     sweep_seeds: PositiveInt = 3  # Runs of each arm at each learning rate of the sweep

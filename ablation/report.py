@@ -34,6 +34,7 @@ def describe(study: Study, workers: int) -> str:
     """The plan in words before it runs."""
     schedule, hours = study.schedule, study.plan.hours
     rates = [*schedule.sweep.columns] or sorted({*schedule.chosen_learning_rates.values()})
+    sweep = " (a sweep; --lr X leaves it out)" if schedule.sweep_runs else ""
     pairs = schedule.pairs or "as many as the pilot asks for"
     phases = Counter(run.phase for run in schedule.remaining)
     counts = ", ".join(f"{count} {PHASES[phase]}" for phase, count in phases.items())
@@ -41,7 +42,7 @@ def describe(study: Study, workers: int) -> str:
     later = "" if "final" in phases or not phases else ", and then those in pairs"
     return (
         f"arms: {'; '.join(study.plan.all_arms)}\n"
-        f"learning rates: {', '.join(map(str, rates))}{' (a sweep)' if schedule.sweep_runs else ''}\n"
+        f"learning rates: {', '.join(map(str, rates))}{sweep}\n"
         f"final pairs: {pairs}; at most {hours:g} hours in all, and Ctrl-C stops it until the same command resumes it\n"
         f"runs: {len(study.rows)} done, {len(schedule.remaining)} can start{counts}{later}, {workers} at once"
     )

@@ -7,7 +7,8 @@ from typing import Any, get_args, get_origin
 import msgspec
 
 from errors import UserError
-from training.settings import Settings, config_path, load_settings, nearest
+from flags import nearest
+from training.settings import Settings, config_path, load_settings
 
 TYPES = {setting.name: setting.type for table in fields(Settings) for setting in fields(table.type)}
 for name in ("seed", "out", "device", "evaluate_every"):  # those of a run or the program, which no arm can have

@@ -62,7 +62,15 @@ generate RUN --merge NEW -> --merge: .* is no adapter
 generate RUN --prompt a --adapter RUN -> .*RUN is no adapter, as it has no adapter_config.json
 ablate --a norm=rms -> --a and --b need each other
 ablate --vary norm=rms -> a comparison needs two arms or more
-ablate --lr 1e-3 -> --lr is not a flag; --help lists them. Did you mean --learning-rates\?
+ablate --seed 5 -> Unrecognized options: --seed, 5; see --help. Did you mean --first-seed\?
+ablate --vary norm=layer, rms -> --vary norm=layer, ends with a comma; write V,V without a space
+ablate --a x=1 y=2 -> y=2 stands alone; settings of one flag are one text in quotes
+ablate --vary freeze=,norms -> --freeze norms matches no parameter
+train --norms rms -> Unrecognized options: --norms, rms; see --help. Did you mean --norm\?
+train --steps abc -> Error parsing --steps: invalid literal for int.. with base 10: 'abc'; see --help
+train --dtype RMS -> invalid choice 'RMS' for argument '--dtype'. Expected one of .*; see --help
+train --norm RMS -> norm is 'RMS': Expected rms, layer, .* Did you mean rms\?
+generate RUN --prompt a --temprature 1 -> Unrecognized options: .* Did you mean --temperature\?
 ablate --norm layer -> --norm is a setting of train.py; --vary norm=VALUE,VALUE compares values of it
 ablate --jobs -1 --dry-run -> --jobs -1 must be at least 1
 plot nothere -> nothere has no metrics.jsonl; give the folder of a run

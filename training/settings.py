@@ -6,11 +6,8 @@ The type of a field is also the range of its values. Imports no torch.
 
 import argparse
 import dataclasses
-import difflib
 import itertools
-import re
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,7 +31,9 @@ from flags import (
     PositiveFloat,
     PositiveInt,
     check_fields,
+    nearest,
     optional,
+    parse_flags,
 )
 from model.config import ModelConfig
 
@@ -165,7 +164,7 @@ def parse(arguments: list[str], description: str) -> Command:
     sources, rest = parser.parse_known_args(arguments)
     default = defaults(sources, {argument.partition("=")[0].replace("_", "-") for argument in rest})
     rest = ["--help" if argument == "--help-all" else argument for argument in rest]
-    return tyro.cli(Command, args=rest, default=default, prog="train.py", config=(tyro.conf.OmitArgPrefixes,))
+    return parse_flags(Command, args=rest, default=default, prog="train.py", config=(tyro.conf.OmitArgPrefixes,))
 
 
 def defaults(sources: argparse.Namespace, flags: set[str]) -> Command:
@@ -218,8 +217,10 @@ def read_table(path: Path, kind: type, values: dict) -> Any:
     with reading(path, "correct it"):
         for name, value in values.items():
             if name not in types:
+                tables = [table for table, type in types.items() if name in getattr(type, "__annotations__", ())]
                 close = nearest(name, types) or f" Known: {', '.join(types)}."
-                raise UserError(f"{path}: unknown key {name}.{close}")
+                fix = f" It belongs in [{tables[0]}]." if tables else close
+                raise UserError(f"{path}: unknown key {name}.{fix}")
             if dataclasses.is_dataclass(types[name]):
                 values[name] = read_table(path, types[name], value)
         try:
@@ -239,11 +240,3 @@ def changed_fields(before: Settings, after: Settings) -> list[str]:
     tables = zip(dataclasses.asdict(before).values(), dataclasses.asdict(after).values(), strict=True)
     changes = [(key, old[key], value) for old, new in tables for key, value in new.items() if value != old[key]]
     return [f"{key}: {old} -> {new}" for key, old, new in changes if key != "out"]
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """` Did you mean X?`, or an empty string when no name is close or has these initials, as lr and wd."""
-    names = [*names]
-    by_initials = {"".join(word[:1] for word in re.split("[-_]", other)): other for other in names}
-    close = by_initials.get(name.strip("-")) or next(iter(difflib.get_close_matches(name, names)), None)
-    return f" Did you mean {close}?" if close else ""
