@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import serve
+from checkpoints.find import describe
 from data.tokenizer import encode_prompt
 from errors import UserError
 from generation import generate
@@ -231,4 +232,4 @@ def test_a_number_that_is_no_port_is_one_line_and_an_adapter_is_named_with_its_m
     with pytest.raises(UserError, match="--port 99999 is no port; give one from 0 to 65535"):
         serve.main([str(directories[0])], port=99999)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(directories[0])}))
-    assert serve.describe(tmp_path) == f"{directories[0]} with the adapter {tmp_path}"
+    assert describe(tmp_path) == f"{directories[0]} with the adapter {tmp_path}"
