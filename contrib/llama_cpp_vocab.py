@@ -5,7 +5,6 @@ tokenizer that they cannot express is refused. Where they encode only some texts
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,16 +17,20 @@ from errors import UserError
 
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens: llama.cpp's numbers are those of SentencePiece's files
 
-# How byte-level tokenizers split text before merging: (steps in order, ignore_merges) -> the name under which llama.cpp
-# knows it. ignore_merges: a part of the text that is a token is that token, whatever the merges say.
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-DIGITS, BYTES = "single digits", "bytes as characters"
-GPT2_BYTES = "GPT-2's words, bytes as characters"  # `ByteLevel` of the tokenizers library with its own expression
+QWEN, LLAMA = (
+    {"type": "Split", "pattern": {"Regex": WORDS % digits}, "behavior": "Isolated", "invert": False}
+    for digits in (r"\p{N}", r"\p{N}{1,3}")
+)
+GPT2 = {"type": "ByteLevel", "add_prefix_space": False}  # with an expression of its own
+BYTES = GPT2 | {"use_regex": False}
+# How byte-level tokenizers split text before merging, by llama.cpp's name of it: the steps of tokenizer.json, and
+# ignore_merges: a part of the text that is a token is that token, whatever the merges say.
 PRE_TOKENIZERS = {
-    ((WORDS % r"\p{N}", BYTES), False): "qwen2",
-    ((WORDS % r"\p{N}{1,3}", BYTES), True): "llama-bpe",
-    ((GPT2_BYTES,), False): "gpt-2",
-    ((DIGITS, GPT2_BYTES), False): "smollm",
+    "qwen2": ([QWEN, BYTES], False),
+    "llama-bpe": ([LLAMA, BYTES], True),
+    "gpt-2": ([GPT2], False),
+    "smollm": ([{"type": "Digits", "individual_digits": True}, GPT2], False),
 }
 
 
@@ -91,15 +94,18 @@ def from_sentencepiece(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
 def from_json(tokenizer: Tokenizer, content: dict, vocab_size: int) -> Vocabulary:
     """A byte-level byte-pair encoding, whose way of splitting text must be one that llama.cpp knows by name."""
     model = content["model"]
-    if model.get("type") != "BPE" or (model.get("unk_token") and not {*ByteLevel.alphabet()} <= {*model["vocab"]}):
+    has_all_bytes = {*ByteLevel.alphabet()} <= {*model["vocab"]}
+    if model.get("type") != "BPE" or (model.get("unk_token") and not has_all_bytes):
         raise ValueError("its tokenizer.json is not a byte-pair encoding, or has a token for unknown bytes")
     if any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")):
         raise ValueError("its byte-pair encoding marks the parts of words or is random")
-    split = tuple(splitters(content.get("pre_tokenizer") or {})), bool(model.get("ignore_merges"))
-    if split not in PRE_TOKENIZERS:
-        raise ValueError(f"it splits text in a way that is not known here ({' and then '.join(split[0])})")
+    pre_tokenizer = content.get("pre_tokenizer") or {}
+    splits = split_steps(pre_tokenizer), bool(model.get("ignore_merges"))
+    name = next((name for name, known in PRE_TOKENIZERS.items() if known == splits), None)
+    if name is None:
+        raise ValueError(f"it splits text in a way that is not known here ({json.dumps(pre_tokenizer)})")
     notes = []
-    if not {*ByteLevel.alphabet()} <= {*model["vocab"]}:
+    if not has_all_bytes:
         notes.append("this tokenizer drops bytes without a token: next to them llama.cpp may give other ids")
     normalizer = (content.get("normalizer") or {}).get("type")
     if normalizer == "NFC":
@@ -112,22 +118,11 @@ def from_json(tokenizer: Tokenizer, content: dict, vocab_size: int) -> Vocabular
         if i < vocab_size:
             tokens[i], types[i] = token, added.get(i, PIECE.NORMAL)
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    return Vocabulary("gpt2", tokens, types, merges=merges, pre_tokenizer=PRE_TOKENIZERS[split], notes=notes)
+    return Vocabulary("gpt2", tokens, types, merges=merges, pre_tokenizer=name, notes=notes)
 
 
-def splitters(pre_tokenizer: dict) -> Iterator[str]:
-    """The steps of a pre-tokenizer in order, as in `PRE_TOKENIZERS`; of a step that no entry has, its JSON."""
-    match pre_tokenizer:
-        case {"type": "Sequence", "pretokenizers": steps}:
-            for step in steps:
-                yield from splitters(step)
-        case {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}:
-            yield regex
-        case {"type": "Digits", "individual_digits": True}:
-            yield DIGITS
-        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}:
-            yield BYTES
-        case {"type": "ByteLevel", "add_prefix_space": False}:
-            yield GPT2_BYTES
-        case _:
-            yield json.dumps(pre_tokenizer)
+def split_steps(pre_tokenizer: dict) -> list[dict]:
+    """The steps of a pre-tokenizer in order, without what changes no token or is the default."""
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    plain = [("trim_offsets", True), ("trim_offsets", False), ("use_regex", True)]
+    return [{key: value for key, value in step.items() if (key, value) not in plain} for step in steps]
