@@ -97,8 +97,8 @@ def add_byte_level(writer: GGUFWriter, tokenizer: Tokenizer, content: dict, voca
         raise ValueError("its byte-pair encoding marks the parts of words or is random")
     pre_tokenizer = content.get("pre_tokenizer") or {}
     splits = split_steps(pre_tokenizer), bool(model.get("ignore_merges"))
-    name = next((name for name, known in PRE_TOKENIZERS.items() if known == splits), None)
-    if name is None:
+    names = [name for name, expected in PRE_TOKENIZERS.items() if splits == expected]
+    if not names:
         raise ValueError(f"it splits text in a way that is not known here ({json.dumps(pre_tokenizer)})")
     if not has_all_bytes:
         note("this tokenizer drops bytes without a token: next to them llama.cpp may give other ids")
@@ -112,7 +112,7 @@ def add_byte_level(writer: GGUFWriter, tokenizer: Tokenizer, content: dict, voca
     for token, i in tokenizer.vocabulary.items():
         if i < vocab_size:
             tokens[i], types[i] = token, added.get(i, PIECE.NORMAL)
-    add_tokens(writer, "gpt2", name, tokens, types)
+    add_tokens(writer, "gpt2", names[0], tokens, types)
     writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]])
 
 
