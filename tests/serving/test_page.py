@@ -79,6 +79,7 @@ def test_two_models_stream_and_are_compared_side_by_side_and_an_error_is_told_wh
         del server.models["small"]
         window.click("#go")
         wait(window, "there is no model 'small'", 1), wait(window, "bits per byte", 0)
+        assert window.inner_text("#summary") == ""
     window.click("#go")
     wait(window, "does not answer", 0), wait(window, "does not answer", 1)
 
