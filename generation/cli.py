@@ -14,7 +14,7 @@ import kernels
 from checkpoints.find import describe
 from data.chat import ChatFormat
 from data.tokenizer import Tokenizer, encode_prompt, tokens_after
-from errors import UserError, fit_terminal, note, printable, reading
+from errors import UserError, log, note, printable, reading
 from generation.conversation import Conversation
 from generation.generate import check_prompts, generate
 from generation.load import load_decoder, merge, open_model
@@ -155,11 +155,6 @@ def read_json_prompt(line: bytes, number: int) -> str:
 def write(text: str) -> None:
     """Write to standard output and flush, to a terminal without control characters."""
     print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
-
-
-def log(line: str) -> None:
-    """Print a line to standard error."""
-    print(fit_terminal(printable(line), sys.stderr), file=sys.stderr, flush=True)
 
 
 def read_line() -> str:
