@@ -99,21 +99,18 @@ def convert(checkpoint: Path, path: Path, dtype: str, name: str) -> None:
         add_model(writer, config, name, dtype)
         add_vocabulary(writer, tokenizer, config.vocab_size)
         add_special_tokens(writer, checkpoint, tokenizer, config.vocab_size)
-        sizes = {}
         for target, tensor in tensors.items():
             kind = gguf.GGMLQuantizationType[DTYPES[dtype] if len(tensor.shape) > 1 else "F32"]
             per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
             if tensor.shape[-1] % per_block:
                 raise UserError(f"{target} has rows that --dtype {dtype} cannot divide by {per_block}; use bfloat16.")
-            sizes[target] = math.prod(tensor.shape) // per_block * block_bytes
-            writer.add_tensor_info(target, tensor.shape, None, sizes[target], raw_dtype=kind)
+            size = math.prod(tensor.shape) // per_block * block_bytes
+            writer.add_tensor_info(target, tensor.shape, None, size, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="writing", disable=None) as bar:
-            for target, tensor in tensors.items():
-                writer.write_tensor_data(to_array(tensor, dtype, target))
-                bar.update(sizes[target])
+        for target, tensor in tqdm(tensors.items(), unit="tensor", desc="writing", disable=None):
+            writer.write_tensor_data(to_array(tensor, dtype, target))
     finally:
         writer.close()
 
