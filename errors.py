@@ -74,11 +74,13 @@ def reading(path: Path | str, fix: str = "download or save it again") -> Iterato
         raise UserError(f"{path} cannot be read ({reason}); {fix}.") from error
 
 
-@functools.cache
-def note(text: str) -> None:
-    """Print a line to standard error, once, if this is the main process."""
+def log(text: str) -> None:
+    """Print a line to standard error, if this is the main process."""
     if is_main_process():
         print(fit_terminal(printable(text), sys.stderr), file=sys.stderr)
+
+
+note = functools.cache(log)  # once
 
 
 def usable_cores() -> int:

@@ -16,12 +16,11 @@ import gc
 import os
 import signal
 import socket
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from checkpoints.find import find_adapter, find_checkpoint, newest_run
+from checkpoints.find import describe, find_checkpoint, newest_run
 from errors import UserError
 from flags import optional
 from generation.settings import Settings
@@ -31,12 +30,6 @@ def stop(*_: object) -> None:
     """End the process: nothing has to be saved, and the thread may be in the middle of a long prompt."""
     os.write(2, b"stopped.\n")
     os._exit(130)
-
-
-def describe(directory: Path) -> str:
-    """The directory of a checkpoint; of an adapter, with its model."""
-    model, adapter = find_adapter(directory)
-    return str(model) if adapter is None else f"{model} with the adapter {adapter}"
 
 
 def main(

@@ -24,8 +24,7 @@ COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 READ_BYTES = 2**30  # more than a server's cache holds
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 2048}
 
-Blocks = dict[str, Callable[[], float]]
-"""What a program runs in its turn, by section. Each returns the seconds of one call."""
+Blocks = dict[str, Callable[[], float]]  # what a program runs in its turn, by section: returns the seconds of a call
 
 
 def default_device() -> torch.device:

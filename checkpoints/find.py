@@ -58,6 +58,12 @@ def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Pat
         raise UserError(f"{error} Give the model itself: python generate.py MODEL --adapter {directory}") from None
 
 
+def describe(directory: Path, adapter: str | None = None) -> str:
+    """The directory of a model, and of its adapter if it has one."""
+    model, adapter_directory = find_adapter(directory, adapter)
+    return str(model) if adapter_directory is None else f"{model} with the adapter {adapter_directory}"
+
+
 def generation_config(model: Path, adapter: Path | None) -> Path:
     """The generation_config.json of an adapter, if it has one, or else of its model."""
     path = (adapter or model) / "generation_config.json"

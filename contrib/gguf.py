@@ -32,7 +32,7 @@ from tqdm import tqdm
 from checkpoints.families import choose_model_type, zero_biases
 from checkpoints.find import eos_ids, find_checkpoint
 from checkpoints.pretrained import Checkpoint, open_checkpoint
-from contrib.llama_cpp_vocab import Vocabulary, llama_cpp_vocabulary
+from contrib.llama_cpp_vocab import add_vocabulary
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError, note, printable
 from files import writing
@@ -90,9 +90,6 @@ def convert(checkpoint: Path, path: Path, dtype: str, name: str) -> None:
     config, architecture = opened.config, choose_architecture(opened.config)
     tokenizer = load_tokenizer(checkpoint)
     check_vocabulary(tokenizer, config.vocab_size)
-    vocabulary = llama_cpp_vocabulary(tokenizer, config.vocab_size)
-    for difference in vocabulary.notes:
-        note(difference)
     if dtype == "auto":
         stored_dtype = str(opened.common_dtype(["model.embed_tokens.weight"])).removeprefix("torch.")
         dtype = stored_dtype if stored_dtype in DTYPES else "float32"
@@ -100,22 +97,20 @@ def convert(checkpoint: Path, path: Path, dtype: str, name: str) -> None:
     writer = gguf.GGUFWriter(path, architecture)
     try:
         add_model(writer, config, name, dtype)
-        add_tokenizer(writer, checkpoint, tokenizer, vocabulary)
-        sizes = {}
+        add_vocabulary(writer, tokenizer, config.vocab_size)
+        add_special_tokens(writer, checkpoint, tokenizer, config.vocab_size)
         for target, tensor in tensors.items():
             kind = gguf.GGMLQuantizationType[DTYPES[dtype] if len(tensor.shape) > 1 else "F32"]
             per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
             if tensor.shape[-1] % per_block:
                 raise UserError(f"{target} has rows that --dtype {dtype} cannot divide by {per_block}; use bfloat16.")
-            sizes[target] = math.prod(tensor.shape) // per_block * block_bytes
-            writer.add_tensor_info(target, tensor.shape, None, sizes[target], raw_dtype=kind)
+            size = math.prod(tensor.shape) // per_block * block_bytes
+            writer.add_tensor_info(target, tensor.shape, None, size, raw_dtype=kind)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        with tqdm(total=sum(sizes.values()), unit="B", unit_scale=True, desc="writing", disable=None) as bar:
-            for target, tensor in tensors.items():
-                writer.write_tensor_data(to_array(tensor, dtype, target))
-                bar.update(sizes[target])
+        for target, tensor in tqdm(tensors.items(), unit="tensor", desc="writing", disable=None):
+            writer.write_tensor_data(to_array(tensor, dtype, target))
     finally:
         writer.close()
 
@@ -219,24 +214,15 @@ def add_model(writer: gguf.GGUFWriter, config: ModelConfig, name: str, dtype: st
         writer.add_parallel_residual(False)
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, checkpoint: Path, tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
-    """Describe the tokenizer; BOS is added in front of a text where it was in training, EOS never."""
-    writer.add_tokenizer_model(vocabulary.kind)
-    writer.add_tokenizer_pre(vocabulary.pre_tokenizer)
-    writer.add_token_list(vocabulary.tokens)
-    writer.add_token_types(vocabulary.types)
-    writer.add_add_space_prefix(vocabulary.add_space_prefix)
-    if vocabulary.kind == "llama":
-        writer.add_token_scores(vocabulary.scores)
-    else:
-        writer.add_token_merges(vocabulary.merges)
+def add_special_tokens(writer: gguf.GGUFWriter, checkpoint: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """BOS, which is added in front of a text where it was in training, EOS, and the chat template."""
     writer.add_add_bos_token(tokenizer.bos_id is not None)
     writer.add_add_eos_token(False)
     # Without BOS, EOS stands between documents; llama.cpp would take some other id for BOS if none were given.
     writer.add_bos_token_id(tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id)
     writer.add_eos_token_id(tokenizer.eos_id)
     ends = sorted(eos_ids(checkpoint, tokenizer.eos_id) - {tokenizer.eos_id})
-    ends = [token for token in ends if 0 <= token < len(vocabulary.tokens)]
+    ends = [token for token in ends if 0 <= token < vocab_size]
     if ends:
         writer.add_eot_token_id(ends[0])
     if len(ends) > 1:

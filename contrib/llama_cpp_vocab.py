@@ -1,57 +1,45 @@
 """A tokenizer in the terms of llama.cpp: texts, scores and types of its tokens, merges, and how text is split first.
 
 llama.cpp has its own implementations of SentencePiece ("llama") and of byte-level byte-pair encoding ("gpt2"). A
-tokenizer that they cannot express is refused. Where they encode only some texts differently, `notes` says so.
+tokenizer that they cannot express is refused. Where they encode only some texts differently, a note says so.
 """
 
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Literal
 
 import sentencepiece
+from gguf import GGUFWriter
 from tokenizers.pre_tokenizers import ByteLevel
 
 from data.tokenizer import Tokenizer
 from data.tokenizer_json import PIECE, last_merge, read_model
-from errors import UserError
+from errors import UserError, note
 
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5  # types of tokens: llama.cpp's numbers are those of SentencePiece's files
-
-# How byte-level tokenizers split text before merging: (steps in order, ignore_merges) -> the name under which llama.cpp
-# knows it. ignore_merges: a part of the text that is a token is that token, whatever the merges say.
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-DIGITS, BYTES = "single digits", "bytes as characters"
-GPT2_BYTES = "GPT-2's words, bytes as characters"  # `ByteLevel` of the tokenizers library with its own expression
+QWEN, LLAMA = (
+    {"type": "Split", "pattern": {"Regex": WORDS % digits}, "behavior": "Isolated", "invert": False}
+    for digits in (r"\p{N}", r"\p{N}{1,3}")
+)
+GPT2 = {"type": "ByteLevel", "add_prefix_space": False}  # with an expression of its own
+BYTES = GPT2 | {"use_regex": False}
+# How byte-level tokenizers split text before merging, by llama.cpp's name of it: the steps of tokenizer.json, and
+# ignore_merges: a part of the text that is a token is that token, whatever the merges say.
 PRE_TOKENIZERS = {
-    ((WORDS % r"\p{N}", BYTES), False): "qwen2",
-    ((WORDS % r"\p{N}{1,3}", BYTES), True): "llama-bpe",
-    ((GPT2_BYTES,), False): "gpt-2",
-    ((DIGITS, GPT2_BYTES), False): "smollm",
+    "qwen2": ([QWEN, BYTES], False),
+    "llama-bpe": ([LLAMA, BYTES], True),
+    "gpt-2": ([GPT2], False),
+    "smollm": ([{"type": "Digits", "individual_digits": True}, GPT2], False),
 }
 
 
-@dataclass(frozen=True)
-class Vocabulary:
-    """What llama.cpp needs to encode and decode text."""
-
-    kind: Literal["llama", "gpt2"]  # SentencePiece with scores, or byte-level byte-pair encoding with merges
-    tokens: list[str]  # the text of each id; where the model has more ids than the tokenizer, unused tokens
-    types: list[int]  # what each id is: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte
-    scores: list[float] = field(default_factory=list)  # in "llama": the pair with the best score is merged first
-    merges: list[str] = field(default_factory=list)  # in "gpt2": pairs, best first, with a space between the two
-    pre_tokenizer: str = "default"  # llama.cpp's name for how text is split before merging
-    add_space_prefix: bool = False  # whether a space is put in front of a text
-    notes: list[str] = field(default_factory=list)  # a line for each kind of text that llama.cpp encodes differently
-
-
-def llama_cpp_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
-    """The tokenizer, for a model with `vocab_size` embeddings. Raises `UserError` when llama.cpp cannot express it."""
+def add_vocabulary(writer: GGUFWriter, tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Write a tokenizer for a model with `vocab_size` embeddings; `UserError` when llama.cpp cannot express it."""
     try:
         content = tokenizer.fields("tokenizer.json")
         if content["model"].get("byte_fallback"):
-            return from_sentencepiece(tokenizer, vocab_size)
-        return from_json(tokenizer, content, vocab_size)
+            add_sentencepiece(writer, tokenizer, vocab_size)
+        else:
+            add_byte_level(writer, tokenizer, content, vocab_size)
     except ValueError as error:
         raise UserError(
             f"llama.cpp cannot give the ids of this model's tokenizer: {error}; "
@@ -59,7 +47,18 @@ def llama_cpp_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
         ) from None
 
 
-def from_sentencepiece(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
+def add_tokens(
+    writer: GGUFWriter, kind: str, pre_tokenizer: str, tokens: list[str], types: list[int], space_prefix: bool = False
+) -> None:
+    """Write the text and the type of each id, and how text is split; a space prefix is put in front of a text."""
+    writer.add_tokenizer_model(kind)
+    writer.add_tokenizer_pre(pre_tokenizer)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_add_space_prefix(space_prefix)
+
+
+def add_sentencepiece(writer: GGUFWriter, tokenizer: Tokenizer, vocab_size: int) -> None:
     """A tokenizer.json that gives the ids of the tokenizer.model beside it: llama.cpp merges by that one's scores."""
     if "tokenizer.model" not in tokenizer.files:
         raise ValueError("its tokenizer.model, which has the scores of its pieces, is missing")
@@ -69,11 +68,10 @@ def from_sentencepiece(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
     texts = [piece.lstrip("▁").replace("▁", " ") for piece, _, kind in pieces if kind == PIECE.NORMAL]
     if [ids.tolist() for ids in tokenizer.encode_batch(texts)] != trained.encode(texts):
         raise ValueError("its tokenizer.json gives other ids than its tokenizer.model")
-    notes = []
     if tokenizer.encode(" a") != trained.encode(" a"):
-        notes.append("this tokenizer drops a space in front and llama.cpp keeps it: texts with one get other ids")
+        note("this tokenizer drops a space in front and llama.cpp keeps it: texts with one get other ids")
     if model.normalizer_spec.remove_extra_whitespaces:
-        notes.append("this tokenizer drops extra spaces and llama.cpp keeps them: texts with such spaces get other ids")
+        note("this tokenizer drops extra spaces and llama.cpp keeps them: texts with such spaces get other ids")
     pieces += [(f"[PAD{i}]", 0.0, UNUSED) for i in range(len(pieces), vocab_size)]
     for i, token in tokenizer.added_tokens.items():
         if i < vocab_size and pieces[i][2] in (PIECE.NORMAL, UNUSED):
@@ -82,28 +80,31 @@ def from_sentencepiece(tokenizer: Tokenizer, vocab_size: int) -> Vocabulary:
     scores = {piece: score for piece, score, _ in pieces if len(piece) > 1}
     rank = {piece: i for i, piece in enumerate(sorted(scores, key=scores.__getitem__, reverse=True))}
     if reserved := [piece for piece, _, kind in pieces if kind != PIECE.NORMAL and last_merge(piece, rank)]:
-        notes.append(f"llama.cpp reads the texts {', '.join(reserved)} as those special tokens")
+        note(f"llama.cpp reads the texts {', '.join(reserved)} as those special tokens")
     texts, scores, types = (list(column) for column in zip(*pieces, strict=True))
-    prefix = model.normalizer_spec.add_dummy_prefix
-    return Vocabulary("llama", texts, types, scores, add_space_prefix=prefix, notes=notes)
+    add_tokens(writer, "llama", "default", texts, types, model.normalizer_spec.add_dummy_prefix)
+    writer.add_token_scores(scores)
 
 
-def from_json(tokenizer: Tokenizer, content: dict, vocab_size: int) -> Vocabulary:
+def add_byte_level(writer: GGUFWriter, tokenizer: Tokenizer, content: dict, vocab_size: int) -> None:
     """A byte-level byte-pair encoding, whose way of splitting text must be one that llama.cpp knows by name."""
     model = content["model"]
-    if model.get("type") != "BPE" or (model.get("unk_token") and not {*ByteLevel.alphabet()} <= {*model["vocab"]}):
+    is_bpe = model.get("type") == "BPE"
+    has_all_bytes = is_bpe and {*ByteLevel.alphabet()} <= {*model["vocab"]}
+    if not is_bpe or (model.get("unk_token") and not has_all_bytes):
         raise ValueError("its tokenizer.json is not a byte-pair encoding, or has a token for unknown bytes")
     if any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")):
         raise ValueError("its byte-pair encoding marks the parts of words or is random")
-    split = tuple(splitters(content.get("pre_tokenizer") or {})), bool(model.get("ignore_merges"))
-    if split not in PRE_TOKENIZERS:
-        raise ValueError(f"it splits text in a way that is not known here ({' and then '.join(split[0])})")
-    notes = []
-    if not {*ByteLevel.alphabet()} <= {*model["vocab"]}:
-        notes.append("this tokenizer drops bytes without a token: next to them llama.cpp may give other ids")
+    pre_tokenizer = content.get("pre_tokenizer") or {}
+    splits = split_steps(pre_tokenizer), bool(model.get("ignore_merges"))
+    names = [name for name, expected in PRE_TOKENIZERS.items() if splits == expected]
+    if not names:
+        raise ValueError(f"it splits text in a way that is not known here ({json.dumps(pre_tokenizer)})")
+    if not has_all_bytes:
+        note("this tokenizer drops bytes without a token: next to them llama.cpp may give other ids")
     normalizer = (content.get("normalizer") or {}).get("type")
     if normalizer == "NFC":
-        notes.append("llama.cpp does not normalize text to NFC, as this tokenizer does: other texts get other ids")
+        note("llama.cpp does not normalize text to NFC, as this tokenizer does: other texts get other ids")
     elif normalizer is not None:
         raise ValueError(f"it changes text with the normalizer {normalizer}")
     tokens, types = [f"[PAD{i}]" for i in range(vocab_size)], [UNUSED] * vocab_size
@@ -111,23 +112,12 @@ def from_json(tokenizer: Tokenizer, content: dict, vocab_size: int) -> Vocabular
     for token, i in tokenizer.vocabulary.items():
         if i < vocab_size:
             tokens[i], types[i] = token, added.get(i, PIECE.NORMAL)
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    return Vocabulary("gpt2", tokens, types, merges=merges, pre_tokenizer=PRE_TOKENIZERS[split], notes=notes)
+    add_tokens(writer, "gpt2", names[0], tokens, types)
+    writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]])
 
 
-def splitters(pre_tokenizer: dict) -> Iterator[str]:
-    """The steps of a pre-tokenizer in order, as in `PRE_TOKENIZERS`; of a step that no entry has, its JSON."""
-    match pre_tokenizer:
-        case {"type": "Sequence", "pretokenizers": steps}:
-            for step in steps:
-                yield from splitters(step)
-        case {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}:
-            yield regex
-        case {"type": "Digits", "individual_digits": True}:
-            yield DIGITS
-        case {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}:
-            yield BYTES
-        case {"type": "ByteLevel", "add_prefix_space": False}:
-            yield GPT2_BYTES
-        case _:
-            yield json.dumps(pre_tokenizer)
+def split_steps(pre_tokenizer: dict) -> list[dict]:
+    """The steps of a pre-tokenizer in order, without what changes no token or is the default."""
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    plain = [("trim_offsets", True), ("trim_offsets", False), ("use_regex", True)]
+    return [{key: value for key, value in step.items() if (key, value) not in plain} for step in steps]

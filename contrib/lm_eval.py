@@ -15,10 +15,10 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, Pre
 from transformers.modeling_outputs import CausalLMOutput
 
 from checkpoints.find import find_checkpoint
-from checkpoints.pretrained import load_pretrained, open_checkpoint
+from checkpoints.pretrained import open_checkpoint
 from errors import exit_on_user_error, note
+from generation.load import load_decoder
 from model.decoder import Decoder
-from model.device import choose_device, choose_inference_dtype
 
 
 class DecoderForTransformers(PreTrainedModel, GenerationMixin):
@@ -50,10 +50,8 @@ class Prenorm(HFLM):
         if device.startswith("cuda") and not torch.cuda.is_available():
             device = "auto"  # lm-eval's command line asks for cuda:0 where its user asked for nothing
             note("there is no CUDA device; computing on the CPU")
-        directory, device = find_checkpoint(pretrained), choose_device(device)
-        checkpoint = open_checkpoint(directory)
-        compute_dtype = choose_inference_dtype(dtype, device, checkpoint.dtype)
-        decoder = load_pretrained(checkpoint, device=device, compute_dtype=compute_dtype, cast=True).eval()
+        directory = find_checkpoint(pretrained)
+        decoder = load_decoder(open_checkpoint(directory), device, dtype)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
         super().__init__(DecoderForTransformers(decoder), tokenizer=tokenizer, backend="causal", **options)
 

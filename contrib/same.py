@@ -26,6 +26,7 @@ from checkpoints.find import find_adapter, find_checkpoint
 from checkpoints.pretrained import load_pretrained
 from contrib.programs import ask, llama_cpp, model_answers, text_answers, transformers
 from data.chat import BREAK, ChatFormat
+from data.tokenizer import Tokenizer
 from errors import UserError, exit_on_user_error, printable
 from generation.load import merge, open_model, tokenizer_directory
 from generation.settings import Sampling, recommended_sampling
@@ -56,18 +57,7 @@ def main(
     if missing is not None:
         raise UserError(f"--python {missing} is no program; give the Python of an environment with transformers.")
     checkpoint, tokenizer, ends = open_model(find_checkpoint(run))
-    config, context = checkpoint.config, checkpoint.config.max_position_embeddings
-    length = min(max(context // 2, 2048), 4096, context)
-    ids = tokenizer.encode(Path(inspect.__file__).read_text(encoding="utf-8")[: 8 * length])
-    # The first are those of a short text. An error in the rotation grows with the position.
-    positions = np.unique([*range(min(16, length - 1)), *np.linspace(0, length - 2, 64, dtype=int)])
-    questions = {
-        "texts": [*TEXTS, "a".join(token.content for token in tokenizer.added_tokens.values())],
-        "conversations": [[{"role": role, "content": text} for role, text in turns] for turns in CONVERSATIONS],
-        "EOS": sorted(ends),
-        "ids": (ids * (length // len(ids) + 1))[:length],
-        "positions": positions.tolist(),
-    }
+    config, questions = checkpoint.config, make_questions(tokenizer, ends, checkpoint.config.max_position_embeddings)
     programs = ask_programs(run, python, questions)
     reference = next(programs)
     if "refused" in reference:
@@ -80,6 +70,7 @@ def main(
         raise UserError("no other program is installed: pip install transformers, or give --with OTHER.")
     # A sum of n products is off by about sqrt(n) roundings (Higham and Mary 2019), the seven of each layer add up in
     # quadrature, and the angle at position p is off by p roundings. Both programs round.
+    positions = np.array(questions["positions"])
     products = 7 * config.num_hidden_layers * max(config.hidden_size, config.intermediate_size)
     tolerances = 2 * 2.0**-24 * (products**0.5 + positions) * np.linalg.norm(reference["logits"], axis=1)
     compare = {"logits": partial(logits_difference, positions, tolerances)}
@@ -94,6 +85,21 @@ def main(
                 cells[name] = "refused" if "refused" in answers else "not asked"
     print(json.dumps(table, indent=2, ensure_ascii=False) if as_json else as_text(table))
     return int(any(cell not in ("equal", "not asked") for cells in table.values() for cell in cells.values()))
+
+
+def make_questions(tokenizer: Tokenizer, ends: frozenset[int], context: int) -> dict:
+    """What every program is asked; texts and conversations for its tokenizer, ids for its network."""
+    length = min(max(context // 2, 2048), 4096, context)
+    ids = tokenizer.encode(Path(inspect.__file__).read_text(encoding="utf-8")[: 8 * length])
+    # The first are those of a short text. An error in the rotation grows with the position.
+    positions = np.unique([*range(min(16, length - 1)), *np.linspace(0, length - 2, 64, dtype=int)])
+    return {
+        "texts": [*TEXTS, "a".join(token.content for token in tokenizer.added_tokens.values())],
+        "conversations": [[{"role": role, "content": text} for role, text in turns] for turns in CONVERSATIONS],
+        "EOS": sorted(ends),
+        "ids": (ids * (length // len(ids) + 1))[:length],
+        "positions": positions.tolist(),
+    }
 
 
 def as_text(table: dict[str, dict[str, str]]) -> str:

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import kernels
+from checkpoints.find import describe
 from data.chat import ChatFormat
 from data.tokenizer import Tokenizer, encode_prompt, tokens_after
-from errors import UserError, fit_terminal, note, printable, reading
+from errors import UserError, log, note, printable, reading
 from generation.conversation import Conversation
 from generation.generate import check_prompts, generate
 from generation.load import load_decoder, merge, open_model
 from generation.settings import Settings
-from generation.stream import OrderedTexts, TextStream
+from generation.stream import TextStream
 from model.device import explain_out_of_memory
 
 
@@ -42,16 +43,16 @@ def run(settings: Settings, directory: Path, prompts: Sequence[str]) -> None:
     context = checkpoint.config.max_position_embeddings
     check_prompts(encoded, context)  # before the weights are read
     decoder = load_decoder(checkpoint, settings.device, settings.dtype, settings.kernels, settings.batch_size)
-    name = str(checkpoint.directory)
-    if checkpoint.adapter is not None:
-        name += f" with the adapter {checkpoint.adapter}"
     del checkpoint  # with the mapping of its files
     device, dtype = next(decoder.parameters()).device, str(decoder.compute_dtype).removeprefix("torch.")
     dtype += " with int8 matrices" if settings.dtype == "int8" else ""
-    log(f"{name} on {device} in {dtype}, kernels: {kernels.describe(device)}")
-    options = dict(max_new_tokens=settings.token_limit, sampling=settings.sampling, seed=settings.seed)
-    options |= dict(eos_ids=ends, vocab_size=tokenizer.vocab_size)
-    continue_prompts = functools.partial(generate, decoder, **options)
+    log(f"{describe(directory, settings.adapter)} on {device} in {dtype}, kernels: {kernels.describe(device)}")
+    if settings.samples > 1 and settings.sampling.temperature == 0:
+        log("the samples of a prompt are equal, because temperature 0 always takes the most likely token")
+    continue_prompts = functools.partial(
+        generate, decoder, max_new_tokens=settings.token_limit, sampling=settings.sampling, seed=settings.seed,
+        eos_ids=ends, vocab_size=tokenizer.vocab_size,
+    )  # fmt: skip
     if settings.chat and not prompts:
         Conversation(continue_prompts, chat, settings, context, write, log).run(read_line)
     else:
@@ -75,16 +76,29 @@ def print_texts(continue_prompts: Callable, settings: Settings, tokenizer: Token
         first, said = (None, ()) if settings.chat else (tokens_after(tokenizer, prompt), ids)
         for number in range(settings.samples):
             texts.append(Text(prompt, number, ids, first, TextStream(tokenizer, settings.stop, said)))
-    in_order = OrderedTexts([] if settings.jsonl else [text.stream for text in texts], write)
+    unwritten = [] if settings.jsonl else [text.stream for text in texts]  # each once those before it are finished
+    written = 0  # characters of the first of them
+
+    def write_in_order() -> None:
+        nonlocal written
+        while unwritten:
+            stream = unwritten[0]
+            write(stream.text[written:])
+            written = len(stream.text)
+            if not stream.finished:
+                break
+            del unwritten[0]
+            written = 0
+            write("\n\n" if unwritten else "\n")
 
     def push(text: Text, token: int) -> bool:
         text.stream.push(token)
-        in_order.update()
+        write_in_order()
         return text.stream.stopped
 
     def finish(text: Text, reason: str) -> None:
         text.stream.finish()
-        in_order.update()
+        write_in_order()
         if settings.jsonl:
             row = {"prompt": text.prompt, "sample": text.number, "text": text.stream.text, "end": reason}
             write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -141,11 +155,6 @@ def read_json_prompt(line: bytes, number: int) -> str:
 def write(text: str) -> None:
     """Write to standard output and flush, to a terminal without control characters."""
     print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
-
-
-def log(line: str) -> None:
-    """Print a line to standard error."""
-    print(fit_terminal(printable(line), sys.stderr), file=sys.stderr, flush=True)
 
 
 def read_line() -> str:

@@ -48,29 +48,6 @@ class PrefixCache:
         self.cache, self.tokens = cache, list(prompt)
 
 
-@dataclass
-class Sampler:
-    """Chooses the next token of each sequence of a batch."""
-
-    sampling: Sampling
-    generators: list[torch.Generator]
-    allowed: torch.Tensor | None  # (B, V) bool: what the first token may be
-    seen: torch.Tensor | None  # (B, V) bool: the tokens so far, if repeating them is penalized
-
-    def next_tokens(self, logits: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
-        """The next tokens for logits (B, V): as (B, 1) int64, and as a list."""
-        if self.allowed is not None:
-            logits, self.allowed = logits.masked_fill(~self.allowed, -math.inf), None
-        tokens = sample(logits, self.sampling, self.generators, self.seen)
-        ids = tokens.tolist()  # the only wait for the device in a step
-        if min(ids) < 0:
-            reason = "its weights are damaged, or its activations overflow"
-            raise UserError(f"the model's logits are not finite; {reason}: try float32.")
-        if self.seen is not None:
-            self.seen.scatter_(1, tokens[:, None], True)
-        return tokens[:, None], ids
-
-
 @torch.inference_mode()
 def generate(
     decoder: Decoder,
@@ -106,12 +83,9 @@ def generate(
         raise UserError(f"the model has no embedding of token {last}; leave it out of the prompt or the chat template.")
     device, dtype = decoder.embed_tokens.weight.device, decoder.compute_dtype
     sampling, vocab_size = sampling or Sampling(), min(vocab_size or math.inf, decoder.config.vocab_size)
-    sampler = Sampler(
-        sampling,
-        generators=[generator_for(seed, number, device) for number in sample_numbers or [0] * len(prompts)],
-        allowed=token_mask(first_tokens, vocab_size, device) if any(first_tokens or ()) else None,
-        seen=token_mask(prompts, vocab_size, device) if sampling.repetition_penalty != 1 else None,
-    )
+    generators = [generator_for(seed, number, device) for number in sample_numbers or [0] * len(prompts)]
+    allowed = token_mask(first_tokens, vocab_size, device) if any(first_tokens or ()) else None  # as the first token
+    seen = token_mask(prompts, vocab_size, device) if sampling.repetition_penalty != 1 else None
     limits = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
     result = Generation([[] for _ in prompts], [None] * len(prompts))
 
@@ -136,7 +110,15 @@ def generate(
         while None in result.finish_reasons:
             logits = next_logits(decoder, step, cache, tokens, padding)[:, :vocab_size]
             on_logits(logits)
-            tokens, ids = sampler.next_tokens(logits)
+            if allowed is not None:
+                logits, allowed = logits.masked_fill(~allowed, -math.inf), None
+            tokens = sample(logits, sampling, generators, seen)[:, None]
+            ids = tokens[:, 0].tolist()  # the only wait for the device in a step
+            if min(ids) < 0:
+                reason = "its weights are damaged, or its activations overflow"
+                raise UserError(f"the model's logits are not finite; {reason}: try float32.")
+            if seen is not None:
+                seen.scatter_(1, tokens, True)
             if prefix is not None:
                 prefix.tokens += ids
             for i, token in enumerate(ids):

@@ -5,35 +5,31 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from msgspec import Meta
 
 from checkpoints.find import find_adapter, generation_config
 from errors import UserError, note
 from files import read_json
-from flags import optional
+from flags import Fraction, NonNegativeFloat, NonNegativeInt, check_fields, optional
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is sampled from the model's logits. The steps apply in the order of these fields."""
 
-    repetition_penalty: float = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, lt=1e9)] = 1.0
     """Above 1, tokens of the prompt and of the text so far become less likely (1: off)."""
-    temperature: float = 0.8
+    temperature: NonNegativeFloat = 0.8
     """Divides the logits: below 1 the text is more predictable, above 1 more random. 0: the most likely token."""
-    top_k: int = 0
+    top_k: NonNegativeInt = 0
     """Sample from the k most likely tokens only (0: all)."""
-    top_p: float = 1.0
+    top_p: Fraction = 1.0
     """Sample from the smallest set of most likely tokens whose probabilities sum to at least this (1: all)."""
-    min_p: float = 0.0
+    min_p: Fraction = 0.0
     """Sample from tokens whose probability is at least this fraction of the most likely token's (0: all)."""
 
     def __post_init__(self) -> None:
-        limits = dict(repetition_penalty=(0.01, 1e9), temperature=(0, 1e9), top_p=(0, 1), min_p=(0, 1))
-        for name, (low, high) in {**limits, "top_k": (0, 2**31)}.items():
-            value = getattr(self, name)
-            wanted = (int,) if name == "top_k" else (int, float)
-            if type(value) not in wanted or not low <= value <= high:  # fails for NaN too
-                raise UserError(f"{name} is {value!r} but must be from {low} to {high:g}.")
+        check_fields(self)
 
 
 UNUSED = """

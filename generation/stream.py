@@ -4,7 +4,7 @@ The texts joined equal `tokenizer.decode` of all ids, for tokenizers like LLaMA'
 may be spread over several tokens, and spaces at the very start of the text may be dropped.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from data.tokenizer import Tokenizer
 
@@ -70,23 +70,3 @@ class TextStream:
 def overlap(text: str, stop: str) -> int:
     """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
-
-
-class OrderedTexts:
-    """Writes the texts of several streams in order, with a blank line between them, each as far as it is generated."""
-
-    def __init__(self, streams: Sequence[TextStream], write: Callable[[str], object]):
-        self._streams, self._write = streams, write
-        self._current, self._written = 0, 0  # the first text that is not complete, and its characters that are written
-        self.update()
-
-    def update(self) -> None:
-        """Write what the streams have gained: of the first unfinished one, and of those that are finished before it."""
-        while self._current < len(self._streams):
-            stream = self._streams[self._current]
-            self._write(stream.text[self._written :])
-            self._written = len(stream.text)
-            if not stream.finished:
-                break
-            self._current, self._written = self._current + 1, 0
-            self._write("\n" if self._current == len(self._streams) else "\n\n")

@@ -1,7 +1,7 @@
 """A request in OpenAI's format, and its answer by a loaded model, token by token in the worker's thread."""
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -178,7 +178,7 @@ class ServedModel:
     def complete(self, request: CompletionRequest, emit: Callable[[Step], object]) -> tuple[int, int]:
         """Continue each prompt, or only score it; returns the numbers of tokens of the prompts and of the texts."""
         encoded, written = [self.encode(prompt, request) for prompt in request.prompt], 0
-        self.check(encoded)
+        self.check(encoded, new_tokens=request.max_tokens)
         for index, (prompt, ids) in enumerate(zip(request.prompt, encoded, strict=True)):
             self.prefix = PrefixCache()  # in one pass over the prompt, as generate.py; after `score`, from its chunks
             streams = {}
@@ -204,26 +204,38 @@ class ServedModel:
             prompt = [self.tokenizer.document_start, *self.tokenizer.encode(prompt)]
         return prompt + request.begin_ids
 
-    def check(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Raise `UserError` unless the model has a token for each id, and room for one more."""
+    def check(self, prompts: Sequence[Sequence[int]], new_tokens: int = 1) -> None:
+        """Raise `UserError` unless the model has a token for each id, and room for a new one if any is wanted."""
         if not all(ids and min(ids) >= 0 and max(ids) < self.vocab_size for ids in prompts):
             raise UserError(f"a prompt must be a text, or token ids from 0 to {self.vocab_size - 1}.")
-        check_prompts(prompts, self.decoder.config.max_position_embeddings)
+        if new_tokens:
+            check_prompts(prompts, self.decoder.config.max_position_embeddings)
 
     def score(self, request: Request, emit: Callable[[Step], object], choices: Iterable[int], ids: list[int]) -> None:
-        """Emit the tokens of a prompt with their logprobs, which the first one does not have."""
-        logprobs = None  # of the next token
-        device = self.decoder.embed_tokens.weight.device
+        """Emit the tokens of a prompt with their logprobs, which the first one does not have.
+
+        More tokens than the context are read in windows, of which each begins with the second half of the one before.
+        """
+        context = self.decoder.config.max_position_embeddings
+        repeated = context - context // 2
+        for begin in range(0, max(len(ids) - repeated, 1), context // 2):
+            for place, (token, logprobs) in enumerate(self.predict(ids[begin : begin + context])):
+                if begin == 0 or place >= repeated:
+                    described = [self.describe(token, logprobs, request.top_logprobs)]
+                    for choice in choices:
+                        emit(Step(choice, "", described))
+
+    def predict(self, ids: list[int]) -> Iterator[tuple[int, torch.Tensor | None]]:
+        """Each token with the logprobs of all that may stand in its place, None for the first one."""
+        logprobs, device = None, self.decoder.embed_tokens.weight.device
         cache = KeyValueCache(self.decoder.config, 1, len(ids), device=device, dtype=self.decoder.compute_dtype)
+        self.prefix = PrefixCache(ids, cache)
         for start in range(0, len(ids), SCORED_AT_ONCE):
             chunk = ids[start : start + SCORED_AT_ONCE]
             logits = self.decoder(torch.tensor([chunk], device=device), cache=cache)[0, :, : self.vocab_size]
             for token, following in zip(chunk, logits.log_softmax(-1), strict=True):
-                described = [self.describe(token, logprobs, request.top_logprobs)]
-                for choice in choices:
-                    emit(Step(choice, "", described))
+                yield token, logprobs
                 logprobs = following
-        self.prefix = PrefixCache(ids, cache)
 
     def sample(
         self, request: Request, emit: Callable, streams: dict[int, TextStream], ids: list[int], eos_ids: frozenset[int],

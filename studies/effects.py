@@ -6,12 +6,9 @@ import functools
 import itertools
 import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import pandas as pd
-import tyro
 from matplotlib.figure import Figure
 
 from ablation.plan import STUDIES, arm_settings
@@ -19,7 +16,6 @@ from ablation.plots import COLOURS, MUTED, panels
 from ablation.settings import label
 from ablation.stats import Effect, standard_error
 from ablation.study import Study, load
-from errors import UserError, exit_on_user_error
 from files import replacing
 
 LAYER, LAYER_NO_BIAS, RMS_BIAS, RMS = itertools.product(("layer", "rms"), (True, False))  # the norm, and its bias
@@ -99,8 +95,6 @@ def draw(studies: Sequence[Study]) -> Figure:
     """
     every = [(study, group, effects) for study in studies for group, effects in contrasts(study).items()]
     rows = [(title(study, group), study.plan.margin, effects) for study, group, effects in every]
-    if not rows:
-        raise UserError("these folders have no finished comparison of RMSNorm and LayerNorm, or of their bias.")
     all_pairs = pooled(pairs_at_5e_4())
     rows.append(("all at rate 5e-4, exploratory", rows[0][1], {all_pairs.name: all_pairs}))
     figure, [axes] = panels(1.6 + 0.42 * len(rows))
@@ -127,15 +121,6 @@ def draw(studies: Sequence[Study]) -> Figure:
     return figure
 
 
-def main(
-    studies: Annotated[tuple[str, ...], tyro.conf.Positional] = DRAWN, out: Path = Path("docs/effects.png")
-) -> None:
-    """Draw what RMSNorm, the mean and the bias do in these studies."""
-    with replacing(out) as file:
-        draw([*map(load_study, studies)]).savefig(file)
-    print(f"written: {out}")
-
-
 if __name__ == "__main__":
-    with exit_on_user_error():
-        tyro.cli(main, prog="python -m studies.effects")
+    with replacing(STUDIES.parent / "docs" / "effects.png") as file:
+        draw([*map(load_study, DRAWN)]).savefig(file)

@@ -18,7 +18,7 @@ from errors import UserError
 
 gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install gguf")
 from contrib.gguf import DTYPES, write_gguf  # noqa: E402 - it imports gguf
-from contrib.llama_cpp_vocab import llama_cpp_vocabulary  # noqa: E402
+from tests.contrib.test_llama_cpp_vocab import Vocabulary  # noqa: E402
 
 ROOT = Path(__file__).parent.parent.parent
 LLAMA3 = {
@@ -143,8 +143,9 @@ def test_metadata_describe_the_tokenizer(chat_model, tmp_path):
     added = {"add_bos_token": True, "add_eos_token": False, "add_space_prefix": False}
     assert words == {"model": "llama", "pre": "default"} | added | ids
     assert (fields["general.name"], fields["tokenizer.chat_template"]) == ("mine", "{{ messages }} ü")
-    vocabulary = llama_cpp_vocabulary(load_tokenizer(directory), 300)
-    assert (tokens, scores, types) == (vocabulary.tokens, pytest.approx(vocabulary.scores), vocabulary.types)
+    vocabulary = Vocabulary(load_tokenizer(directory), 300)
+    expected = [vocabulary[name] for name in ("token_list", "token_scores", "token_types")]
+    assert [tokens, scores, types] == [expected[0], pytest.approx(expected[1]), expected[2]]
 
 
 REFUSED = {

@@ -139,7 +139,7 @@ def test_qwens_tokenizer_gives_the_same_ids_and_chat_prompt(make_decoder, qwen, 
     assert prompt == template(messages, tokenize=False, add_generation_prompt=True)
 
 
-@pytest.mark.parametrize("name", PRE_TOKENIZERS.values())
+@pytest.mark.parametrize("name", PRE_TOKENIZERS)
 def test_every_pre_tokenizer_gives_the_same_ids(make_decoder, library_text, tmp_path, name):
     split, ignore_merges = KNOWN[name]
     made = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=ignore_merges))

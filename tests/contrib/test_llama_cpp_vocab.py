@@ -1,6 +1,7 @@
 """Tokenizers in llama.cpp's terms. That llama.cpp then gives the same ids: test_llama_cpp.py."""
 
 import json
+import unittest.mock
 from collections.abc import Callable
 
 import pytest
@@ -9,13 +10,27 @@ import tokenizers
 from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
-from contrib.llama_cpp_vocab import WORDS, llama_cpp_vocabulary
 from data.tokenizer import load_tokenizer
 from data.train_tokenizer import train_tokenizer
 from errors import UserError
 
+pytest.importorskip("gguf", reason="needs the gguf package: pip install gguf")
+from contrib.llama_cpp_vocab import WORDS, add_vocabulary
+
 CONTROL, USER_DEFINED, UNUSED = 3, 4, 5
 ALPHABET = sorted(ByteLevel.alphabet())
+
+
+class Vocabulary(dict):
+    """In the place of a GGUFWriter: what a tokenizer makes it write, under the names of its methods."""
+
+    def __init__(self, tokenizer, vocab_size: int):
+        with unittest.mock.patch("contrib.llama_cpp_vocab.note") as note:
+            add_vocabulary(self, tokenizer, vocab_size)
+        self.notes = [call.args[0] for call in note.call_args_list]
+
+    def __getattr__(self, name: str) -> Callable:
+        return lambda value: self.update({name.removeprefix("add_"): value})
 
 
 def words(regex: str, behavior: str = "isolated") -> pre_tokenizers.Sequence:
@@ -55,9 +70,9 @@ KNOWN = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_known_way_to_split_text_has_its_name(byte_level, name):
     pre_tokenizer, ignore_merges = KNOWN[name]
-    vocabulary = llama_cpp_vocabulary(byte_level(pre_tokenizer, ignore_merges=ignore_merges), 300)
-    assert (vocabulary.pre_tokenizer, vocabulary.merges, vocabulary.notes) == (name, ["a b", "ab c"], [])
-    assert vocabulary.types[258:262] == [CONTROL, USER_DEFINED, UNUSED, UNUSED]
+    vocabulary = Vocabulary(byte_level(pre_tokenizer, ignore_merges=ignore_merges), 300)
+    assert (vocabulary["tokenizer_pre"], vocabulary["token_merges"], vocabulary.notes) == (name, ["a b", "ab c"], [])
+    assert vocabulary["token_types"][258:262] == [CONTROL, USER_DEFINED, UNUSED, UNUSED]
 
 
 UNKNOWN = {
@@ -72,60 +87,58 @@ UNKNOWN = {
 @pytest.mark.parametrize("pre_tokenizer", UNKNOWN.values(), ids=UNKNOWN.keys())
 def test_an_unknown_way_to_split_text_is_refused(byte_level, pre_tokenizer):
     with pytest.raises(UserError, match="it splits text in a way that is not known here"):
-        llama_cpp_vocabulary(byte_level(pre_tokenizer), 300)
+        Vocabulary(byte_level(pre_tokenizer), 300)
 
 
 def test_other_normalizers_and_encodings_are_refused(byte_level):
-    assert "drops bytes" in llama_cpp_vocabulary(byte_level(PLAIN, alphabet=ALPHABET[1:]), 300).notes[0]
+    assert "drops bytes" in Vocabulary(byte_level(PLAIN, alphabet=ALPHABET[1:]), 300).notes[0]
     with pytest.raises(UserError, match="normalizer Lowercase"):
-        llama_cpp_vocabulary(byte_level(PLAIN, normalizers.Lowercase()), 300)
+        Vocabulary(byte_level(PLAIN, normalizers.Lowercase()), 300)
     with pytest.raises(UserError, match="unknown bytes"):
-        llama_cpp_vocabulary(byte_level(PLAIN, alphabet=ALPHABET[1:], unk_token="ab"), 300)
+        Vocabulary(byte_level(PLAIN, alphabet=ALPHABET[1:], unk_token="ab"), 300)
     with pytest.raises(UserError, match="marks the parts of words or is random"):
-        llama_cpp_vocabulary(byte_level(PLAIN, dropout=0.1), 300)
+        Vocabulary(byte_level(PLAIN, dropout=0.1), 300)
 
 
 def test_a_sentencepiece_model_keeps_its_pieces_scores_and_types(tmp_path):
     ours = train_tokenizer(["some text  to train on, and more text"] * 9, 290, tmp_path / "t.model")
     ours.save(tmp_path)
     (tmp_path / "added_tokens.json").write_text('{"<pad>": 290}')
-    vocabulary = llama_cpp_vocabulary(load_tokenizer(tmp_path), 300)
+    vocabulary = Vocabulary(load_tokenizer(tmp_path), 300)
     processor = sentencepiece.SentencePieceProcessor(model_proto=ours.files["tokenizer.model"])
-    assert (vocabulary.kind, vocabulary.add_space_prefix, vocabulary.merges, vocabulary.notes) == (
-        "llama",
-        False,
-        [],
-        [],
-    )
+    assert (vocabulary["tokenizer_model"], vocabulary["add_space_prefix"], vocabulary.notes) == ("llama", False, [])
     pieces = [processor.id_to_piece(i) for i in range(290)]
-    assert vocabulary.tokens == [*pieces, "<pad>"] + [f"[PAD{i}]" for i in range(291, 300)]
-    assert vocabulary.scores[:290] == [processor.get_score(i) for i in range(290)]
-    assert vocabulary.types[:8] == [2, 3, 3, 3, 3, 3, 3, 6] and {*vocabulary.types[7:263]} == {6}
-    assert {*vocabulary.types[263:290]} == {1} and vocabulary.types[290:] == [USER_DEFINED] + [UNUSED] * 9
+    assert vocabulary["token_list"] == [*pieces, "<pad>"] + [f"[PAD{i}]" for i in range(291, 300)]
+    assert vocabulary["token_scores"][:290] == [processor.get_score(i) for i in range(290)]
+    assert vocabulary["token_types"][:8] == [2, 3, 3, 3, 3, 3, 3, 6] and {*vocabulary["token_types"][7:263]} == {6}
+    assert {*vocabulary["token_types"][263:290]} == {1}
+    assert vocabulary["token_types"][290:] == [USER_DEFINED] + [UNUSED] * 9
     train_tokenizer(["other words"] * 9, 275, tmp_path / "tokenizer.model")
     with pytest.raises(UserError, match=r"tokenizer\.json gives other ids than its tokenizer\.model"):
-        llama_cpp_vocabulary(load_tokenizer(tmp_path), 300)
+        Vocabulary(load_tokenizer(tmp_path), 300)
 
 
 def test_a_model_that_adds_and_drops_spaces_says_so(llama):
-    vocabulary = llama_cpp_vocabulary(llama, 512)
-    assert vocabulary.add_space_prefix
+    vocabulary = Vocabulary(llama, 512)
+    assert vocabulary["add_space_prefix"]
     assert [note for note in vocabulary.notes if "drops extra spaces" in note] == vocabulary.notes != []
 
 
 def test_special_tokens_that_llama_cpp_finds_in_plain_text_are_named(tmp_path):
     # `<s` becomes a piece, and `<s` + `>` is the text of BOS.
     tags = train_tokenizer(["<s <s <s <sp <sp ></ > >"] * 9, 273, tmp_path / "b.model")
-    assert any(note.startswith("llama.cpp reads the texts <s> as") for note in llama_cpp_vocabulary(tags, 273).notes)
+    assert any(note.startswith("llama.cpp reads the texts <s> as") for note in Vocabulary(tags, 273).notes)
 
 
 def test_qwens_tokenizer_is_known_to_llama_cpp_with_all_its_tokens_and_merges(qwen, qwen_folder):
-    vocabulary = llama_cpp_vocabulary(qwen, 151936)
+    vocabulary = Vocabulary(qwen, 151936)
     content = json.loads((qwen_folder / "tokenizer.json").read_text(encoding="utf-8"))
-    assert (vocabulary.kind, vocabulary.pre_tokenizer, vocabulary.add_space_prefix) == ("gpt2", "qwen2", False)
-    assert all(vocabulary.tokens[i] == token for token, i in content["model"]["vocab"].items())
-    assert vocabulary.merges == content["model"]["merges"] and vocabulary.types[:151643] == [1] * 151643
+    names = ("tokenizer_model", "tokenizer_pre", "add_space_prefix")
+    assert [vocabulary[name] for name in names] == ["gpt2", "qwen2", False]
+    assert all(vocabulary["token_list"][i] == token for token, i in content["model"]["vocab"].items())
+    assert vocabulary["token_merges"] == content["model"]["merges"]
+    assert vocabulary["token_types"][:151643] == [1] * 151643
     for i, token, kind in ((151645, "<|im_end|>", CONTROL), (151657, "<tool_call>", USER_DEFINED)):
-        assert (vocabulary.tokens[i], vocabulary.types[i]) == (token, kind)
-    assert (vocabulary.tokens[151665], vocabulary.types[151665:]) == ("[PAD151665]", [UNUSED] * 271)
+        assert (vocabulary["token_list"][i], vocabulary["token_types"][i]) == (token, kind)
+    assert (vocabulary["token_list"][151665], vocabulary["token_types"][151665:]) == ("[PAD151665]", [UNUSED] * 271)
     assert [note for note in vocabulary.notes if "NFC" in note] == vocabulary.notes != []

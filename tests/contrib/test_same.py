@@ -96,7 +96,7 @@ FAULTS = {
     "another temperature": (
         lambda d: edit_json(d / "generation_config.json", do_sample=True, temperature=0.71, top_k=0),
         {"sampling"},
-        r"'temperature' ours 0, theirs 0\.71",
+        r"'temperature' ours 0\.0, theirs 0\.71",
     ),
 }
 

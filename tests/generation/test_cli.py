@@ -17,7 +17,7 @@ from checkpoints.pretrained import load_pretrained, save_pretrained
 from data.chat import add_chat_template
 from data.tokenizer import encode_prompt, tokens_after
 from errors import UserError
-from generation import cli, load
+from generation import cli, generate, load
 from generation.settings import Sampling, Settings, recommended_sampling
 from model.lora import add_lora
 
@@ -140,6 +140,21 @@ def test_a_text_is_printed_as_it_is_generated_and_ends_before_a_stop_string_also
     rows = [json.loads(line) for line in lines]
     assert rows[0] == {"prompt": "def", "sample": 0, "text": before, "end": "stop"}
     assert [(one["prompt"], one["sample"]) for one in rows] == [("def", 0), ("def", 1), ("x", 0), ("x", 1)]
+
+
+def test_what_the_decoding_step_says_comes_before_the_first_character(checkpoint, output, monkeypatch):
+    events, decode_step = [], generate.decode_step
+    monkeypatch.setattr(generate, "decode_step", lambda *a: events.append("step") or decode_step(*a))
+    monkeypatch.setattr(cli, "write", events.append)
+    output(checkpoint, ["def"], max_new_tokens=2)
+    assert events[0] == "step" and "".join(events[1:]).startswith("def")
+
+
+def test_equal_samples_are_said_to_be_equal(checkpoint, output):
+    said = "the samples of a prompt are equal, because temperature 0 always takes the most likely token"
+    for sampling, samples in ((GREEDY, 1), (GREEDY, 2), (Sampling(), 2)):
+        lines = output(checkpoint, ["x"], samples=samples, max_new_tokens=3, sampling=sampling)[1]
+        assert (said in lines) == (samples == 2 and sampling == GREEDY)
 
 
 def test_a_start_opens_the_configuration_the_weights_and_the_tokenizer_once(checkpoint, monkeypatch, output):

@@ -12,8 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import serve
+from checkpoints.find import describe
 from data.tokenizer import encode_prompt
 from errors import UserError
 from generation import generate
@@ -96,6 +98,19 @@ def test_logprobs_of_an_answer_are_those_of_its_text_and_its_ids_continue_it(cli
     assert choice.text.endswith(rest.choices[0].text)
     same = [{"token": "a", "id": i, "logprob": -i} for i in range(3)]
     assert by_text(same) == {"a": 0, "token_id:1": -1, "token_id:2": -2}
+
+
+def test_a_text_longer_than_the_context_is_scored_in_windows_that_overlap_by_half(client, server):
+    ids = torch.randint(3, 306, (7000,), generator=torch.Generator().manual_seed(3)).tolist()
+    options = {"model": "text", "prompt": ids, "echo": True, "max_tokens": 0, "logprobs": 0}
+    scored = client.completions.create(**options).choices[0].logprobs.token_logprobs
+    first, second, third = (torch.tensor([ids[begin : begin + 4096]]) for begin in (0, 2048, 4096))
+    decoder, expected = server.models["text"].decoder, []
+    with torch.inference_mode():
+        for window, repeated in ((first, 1), (second, 2048), (third, 2048)):
+            logprobs = decoder(window)[0, :-1].log_softmax(-1).gather(1, window[0, 1:, None])[:, 0]
+            expected += logprobs[repeated - 1 :].tolist()
+    assert scored[0] is None and scored[1:] == pytest.approx(expected, abs=1e-4)
 
 
 def test_the_accumulator_of_openais_client_gets_what_an_answer_without_stream_has(client):
@@ -231,4 +246,4 @@ def test_a_number_that_is_no_port_is_one_line_and_an_adapter_is_named_with_its_m
     with pytest.raises(UserError, match="--port 99999 is no port; give one from 0 to 65535"):
         serve.main([str(directories[0])], port=99999)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(directories[0])}))
-    assert serve.describe(tmp_path) == f"{directories[0]} with the adapter {tmp_path}"
+    assert describe(tmp_path) == f"{directories[0]} with the adapter {tmp_path}"
