@@ -2,9 +2,10 @@
 # What only a GPU can show, the most wanted answers first: `bash benchmarks/gpu.sh [STEP...]`, by default all steps.
 #
 # A step that fails, or takes ten minutes, does not stop the next one. $OUT (default: runs/gpu) gets STEP-MACHINE.json:
-# what a benchmark measured, or the last lines of another step that passed. A step with such a file is skipped, so the
-# same command continues. gpu.txt is all output, clocks.csv SM clock, power and temperature of every second. Exit status
-# 1: a step failed, or none was chosen. Needs requirements.txt, triton, transformers, pytest, a C compiler.
+# what a benchmark measured, or the last lines of another step that passed; STEP-MACHINE.partial.json has the tables of
+# a step that did not end. A step with a result is skipped, so the same command continues. gpu.txt is all output,
+# clocks.csv SM clock, power and temperature of every second. Exit status 1: a step failed, or none was chosen. Needs
+# requirements.txt, triton, transformers, pytest, a C compiler.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 out=${OUT:-runs/gpu} python=${PYTHON:-python3} chosen=" $* " steps=() failed=() scratch=$(mktemp -d)
@@ -23,11 +24,12 @@ step() { # NAME COMMAND...
     if [ -e "$result" ]; then echo "== $name: skipped, $result exists"; return; fi
     echo "== $name, after $SECONDS s: $*"
     if timeout --signal=ABRT --kill-after=10 600 "$@" | tee "$scratch/output"; then
-        printf '{"passed": "%s"}\n' "$(tail -n 3 "$scratch/output" | tr -d '\\"\t' | paste -sd ';')" > "$result"
+        printf '{"passed": "%s"}\n' "$(tail -n 3 "$scratch/output" | tr -d '\\"\t' | paste -sd ';')" > "$scratch/json"
+        tail -n 1 "$scratch/output" | grep '^{' > "$result" || cp "$scratch/json" "$result"
     else
-        failed+=("$name") result=${result%.json}.partial.json
+        failed+=("$name")
+        grep '^{' "$scratch/output" > "${result%.json}.partial.json" || true
     fi
-    if tail -n 1 "$scratch/output" | grep '^{' > "$scratch/json"; then cp "$scratch/json" "$result"; fi
 }
 
 train=("$python" train.py --cache "$scratch/cache" --out) # the default run: Python's standard library, 720 steps

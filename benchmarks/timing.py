@@ -121,6 +121,8 @@ def compare(
         if i == 0:
             print(f"| {' | '.join(row)} |\n|{'---|' * len(row)}")
         print(f"| {' | '.join(row.values())} |", flush=True)
+    if not sys.stdout.isatty():
+        print(json.dumps(table), flush=True)  # what is left if the benchmark is killed later
     return table
 
 
