@@ -22,7 +22,7 @@ class NormParameter:
     decays: bool = False  # whether weight decay pulls it towards 0
 
 
-# To add a norm: a row here with its learned parameters, and a function of the same name in model/norm.py. All else
+# To add a norm: a row here with its learned parameters, and a branch in `Norm.normalize` (model/norm.py). All else
 # follows from the row, from initialization to files. For the bias it is only the default: `norm_bias` adds or drops it.
 WEIGHT, BIAS = NormParameter("weight", initial=1.0), NormParameter("bias", initial=0.0)
 NORMS: dict[str, tuple[NormParameter, ...]] = {
