@@ -1,7 +1,6 @@
 """LoRA adapters in PEFT's format: A and B of each matrix, which are added to the weights of a model as it is loaded."""
 
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -30,7 +29,7 @@ def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[
     with reading(directory, "give a plain LoRA adapter of this model, or the result of peft's merge_and_unload()"):
         rank, scale = rank_and_scale(fields)
         tensors = load_file(*find_weight_files(directory, WEIGHTS))
-        for matrix in adapted_matrices(fields, tensors, weights):
+        for matrix in sorted({name.partition(".lora_")[0] for name in tensors if ".lora_" in name}):
             a, b = (tensors.pop(f"{matrix}.lora_{letter}.weight") for letter in "AB")
             weight = weights[f"{matrix.removeprefix(PREFIX)}.weight"]
             if (a.shape, b.shape) != ((rank, weight.shape[-1]), (len(weight), rank)):
@@ -51,23 +50,3 @@ def rank_and_scale(fields: dict) -> tuple[int, float]:
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
         raise ValueError(f"r {rank!r} with lora_alpha {alpha!r} is not supported")
     return rank, alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
-
-
-def adapted_matrices(fields: dict, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:
-    """PEFT's names of the matrices that have or must have A and B; `ValueError` for those that PEFT would leave out."""
-    matrices = {name.partition(".lora_")[0] for name in tensors if ".lora_" in name}
-    targets, layers = fields.get("target_modules"), fields.get("layers_to_transform")  # a number, a list or null
-    layers = [layers] if isinstance(layers, int) else layers
-    if isinstance(targets, list):
-        endings = tuple(f".{target}" for target in targets)
-        for matrix in sorted(matrices):
-            if not f".{matrix}".endswith(endings):
-                raise ValueError(f"{matrix} is none of target_modules {targets}")
-        if not (layers or fields.get("exclude_modules")):
-            names = [name.removesuffix(".weight") for name in weights]
-            matrices |= {PREFIX + name for name in names if f".{name}".endswith(endings)}
-    for matrix in sorted(matrices):
-        layer = re.search(r"\.layers\.(\d+)\.", matrix)
-        if layers and layer is not None and int(layer[1]) not in layers:
-            raise ValueError(f"{matrix} is in none of layers_to_transform {layers}")
-    return sorted(matrices)

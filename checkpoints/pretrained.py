@@ -205,18 +205,14 @@ def load_weights(decoder: Decoder, directory: Path | str) -> tuple[list[str], li
                 views[name].copy_(tensors[adapters.PREFIX + name].view_as(views[name]))
         return [], []
     checkpoint = open_checkpoint(directory)
-    check_fields_match(checkpoint.config, decoder.config, directory)
-    new = [name for name in views if name not in checkpoint.tensors]
-    dropped = [name for name in checkpoint.tensors if name not in views]
-    assert all(map(is_norm_parameter, [*new, *dropped]))
-    copy_tensors(checkpoint.tensors, views)
-    return new, dropped
-
-
-def check_fields_match(theirs: ModelConfig, ours: ModelConfig, directory: Path | str) -> None:
-    """`UserError` with all fields in which two models differ: other numbers of heads can give the same shapes."""
+    theirs, ours = checkpoint.config, decoder.config  # other numbers of heads can give the same shapes
     fields = [(key, getattr(theirs, key), getattr(ours, key)) for key in (*SHAPE_FIELDS, *FIELDS_THAT_MUST_MATCH)]
     differences = [f"{key.removeprefix('resolved_')} {a} instead of {b}" for key, a, b in fields if a != b]
     if differences:
         problem = ", ".join(differences)
         raise UserError(f"the weights of {directory} do not fit this model: {problem}; use the same values.")
+    new = [name for name in views if name not in checkpoint.tensors]
+    dropped = [name for name in checkpoint.tensors if name not in views]
+    assert all(map(is_norm_parameter, [*new, *dropped]))
+    copy_tensors(checkpoint.tensors, views)
+    return new, dropped

@@ -1,4 +1,4 @@
-"""The ids of a text, made once and kept in units: files of 64 MB of text or more that are tokenized together.
+"""The ids of a text, made once and kept in units: files of about 64 MB of text that are tokenized together.
 
     CACHE/units/KEY.bin     ids: BOS a a a EOS BOS b b EOS, or without a BOS in the tokenizer a a a EOS b b EOS
     CACHE/units/KEY.docs    a row of `DOCUMENT` for each document; written last, so a unit that has it is complete
@@ -103,11 +103,12 @@ def batches(documents: Iterable[Document]) -> Iterator[list[str]]:
     yield blocks
 
 
-def prepare_units(files: Iterable[TextFile], tokenizer: Tokenizer, folder: Path) -> list[Unit]:
+def prepare_units(files: Sequence[TextFile], tokenizer: Tokenizer, folder: Path) -> list[Unit]:
     """The units of files, made complete: first those that no other command is at, then what is left."""
     folder.mkdir(parents=True, exist_ok=True)
-    units = []
-    for group in group_files(files):  # names, sizes and times of files stand for their text
+    units, begins = [], itertools.accumulate((file.size for file in files), initial=0)  # bytes before each file
+    for _, pairs in itertools.groupby(zip(begins, files, strict=False), lambda pair: pair[0] // UNIT_BYTES):
+        group = tuple(file for _, file in pairs)  # names, sizes and times of files stand for their text
         units.append(Unit(group, tokenizer, folder / f"{digest(VERSION, group, tokenizer.hash)}.bin"))
     missing = [unit for unit in units if not unit.is_complete()]
     for unit in tqdm(missing, "tokenizing", unit="unit", delay=2, disable=None):
@@ -117,19 +118,6 @@ def prepare_units(files: Iterable[TextFile], tokenizer: Tokenizer, folder: Path)
     if not any(len(unit.table) for unit in units):
         raise UserError("there is no text in the files that were named; give files that contain text.")
     return units
-
-
-def group_files(files: Iterable[TextFile]) -> Iterator[tuple[TextFile, ...]]:
-    """Groups of neighbouring files, each of `UNIT_BYTES` or more but for the last."""
-    group, size = [], 0
-    for file in files:
-        group.append(file)
-        size += file.size
-        if size >= UNIT_BYTES:
-            yield tuple(group)
-            group, size = [], 0
-    if group:
-        yield tuple(group)
 
 
 class TokenStream:

@@ -20,7 +20,6 @@ from training.step import train_step
 
 STEPS = 3
 QUICK_FLOPS, MAX_FLOPS = 5e11, 5e12  # work of a pass that a CPU measures: seconds, and at most a minute
-QUICK_TEXT = 2e7  # bytes that are tokenized in seconds
 BYTES_PER_TOKEN = 3.5  # bytes of text: see TOKENIZER_BYTES in data/train_tokenizer.py
 
 
@@ -37,13 +36,9 @@ def estimate(settings: Settings) -> float:
     is_here = not any(name in KNOWN or name.startswith("hub:") for name in data.data)
     conversations = is_here and find_conversations(resolve(data)) is not None
     if is_here and not conversations:
-        size, note_on_size = sum(file.size for file in resolve(data)), f", if a token has {BYTES_PER_TOKEN} bytes"
-        if size < QUICK_TEXT and (settings.run.init_from or data.tokenizer):
-            size, note_on_size = prepare_corpus(settings).count_sequences(data) * data.sequence_length, ""
-        else:
-            size /= BYTES_PER_TOKEN
+        size = sum(file.size for file in resolve(data)) / BYTES_PER_TOKEN
         small = ": too small for a batch" if size < data.batch_size * data.sequence_length else ""
-        print(f"text      {epochs(tokens, size)}{note_on_size}{small}")
+        print(f"text      {epochs(tokens, size)}, if a token has {BYTES_PER_TOKEN} bytes{small}")
     print(f"compute   {flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million per token")
     sizes = memory(settings, dtype, device)
     listed = ", ".join(f"{what} {format_bytes(size)}" for what, size in sizes.items())
