@@ -1,5 +1,6 @@
 """One run of a comparison, to one row. Writes nothing: a run that is killed starts again."""
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -24,7 +25,7 @@ from model.device import processor
 from model.norm import Norm, is_norm_parameter
 from training.evaluate import evaluate
 from training.loop import train_steps
-from training.session import Session, initial_model, no_log, set_up
+from training.session import Session, initial_model, set_up
 from training.settings import Settings, changed_fields
 from training.step import Diverged
 
@@ -35,7 +36,8 @@ def train_run(plan: Plan, run: Run, torch_device: str, threads: int | None, work
     """Train a run and return its row. threads: of a CPU; workers: how many runs are made at once."""
     start, settings = time.perf_counter(), run_settings(plan, run)
     torch.set_num_threads(threads or torch.get_num_threads())
-    session = set_up(replace_settings(settings, {"device": torch_device}), Path(), resume=False, log=no_log)
+    with contextlib.redirect_stdout(None):
+        session = set_up(replace_settings(settings, {"device": torch_device}), Path(), resume=False)
     if run.perturbation:
         perturb(session.model, run.seed, run.perturbation)
     row = measure(session, run, settings_hash(settings), workers)
@@ -139,7 +141,8 @@ def settings_hash(settings: Settings) -> str:
 
 def weights_hash(settings: Settings) -> str:
     """Hash of the weights that training starts from, without the norms: what the arms of a seed share."""
-    weights = sorted(initial_model(settings, torch.float32, log=no_log).named_parameters())
+    with contextlib.redirect_stdout(None):
+        weights = sorted(initial_model(settings, torch.float32).named_parameters())
     shared = [(name.encode(), weight.detach().numpy()) for name, weight in weights if not is_norm_parameter(name)]
     return digest(itertools.chain.from_iterable(shared))
 

@@ -21,7 +21,7 @@ from errors import exit_on_user_error
 from model.config import ModelConfig
 from model.count import flops_per_token
 from model.decoder import Decoder
-from model.device import choose_training_dtype, keep_freed_memory
+from model.device import choose_dtype, keep_freed_memory
 from training.optimizer import build_optimizer
 from training.processes import Processes
 from training.settings import Settings, config_path, load_settings
@@ -56,7 +56,7 @@ def make_step(settings: Settings, variant: str, device: torch.device) -> timing.
     """The block of training steps on random tokens, of one micro-batch each."""
     choice, compiled = VARIANTS[variant]
     kernels.use(choice, device)
-    dtype = choose_training_dtype(settings.machine.dtype, device)
+    dtype = choose_dtype(settings.machine.dtype, device)
     if variant.startswith(TRANSFORMERS):
         model = TransformersBaseline(settings.model, dtype).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=settings.optimizer.learning_rate, fused=True)
@@ -94,7 +94,7 @@ def compare(config: str, changes: dict[str, Any], norms: list[str], variants: li
             makers[f"{variant}, {norm}"] = partial(make_step, of_norm, variant, device)
         elif norm == "rms":
             makers[variant] = partial(make_step, of_norm, variant, device)
-    length, dtype = settings.data.sequence_length, choose_training_dtype(settings.machine.dtype, device)
+    length, dtype = settings.data.sequence_length, choose_dtype(settings.machine.dtype, device)
     tokens = settings.data.micro_batch() * length
     flops = tokens * flops_per_token(settings.model, length)
     limits = {"step": flops / timing.product_rate(device, dtype)}

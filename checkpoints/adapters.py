@@ -27,7 +27,13 @@ def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[
     """Add (alpha / r) B A to the weights, by their names in files: in float32, rounded once to the weight's dtype."""
     fields = {"peft_type": None, **read_json(directory / CONFIG)}
     with reading(directory, "give a plain LoRA adapter of this model, or the result of peft's merge_and_unload()"):
-        rank, scale = rank_and_scale(fields)
+        for key, value in fields.items():
+            if key not in ANY_VALUE and value not in SUPPORTED.get(key, (None, False, "none", [], {})):
+                raise ValueError(f"{key} {value!r} is not supported")
+        rank, alpha = fields["r"], fields["lora_alpha"]
+        if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
+            raise ValueError(f"r {rank!r} with lora_alpha {alpha!r} is not supported")
+        scale = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
         tensors = load_file(*find_weight_files(directory, WEIGHTS))
         for matrix in sorted({name.partition(".lora_")[0] for name in tensors if ".lora_" in name}):
             a, b = (tensors.pop(f"{matrix}.lora_{letter}.weight") for letter in "AB")
@@ -39,14 +45,3 @@ def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[
             original = stored.get(name.removeprefix(PREFIX).replace(".base_layer.", "."))
             if original is None or not torch.equal(original.read().to(tensor.dtype), tensor):
                 raise ValueError(f"{name} is not supported")
-
-
-def rank_and_scale(fields: dict) -> tuple[int, float]:
-    """r, and what B A is multiplied by; `ValueError` for what an adapter_config.json asks for and is not done here."""
-    for key, value in fields.items():
-        if key not in ANY_VALUE and value not in SUPPORTED.get(key, (None, False, "none", [], {})):
-            raise ValueError(f"{key} {value!r} is not supported")
-    rank, alpha = fields["r"], fields["lora_alpha"]
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
-        raise ValueError(f"r {rank!r} with lora_alpha {alpha!r} is not supported")
-    return rank, alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)

@@ -160,9 +160,7 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
 
 
 def zero_biases(config: ModelConfig, model_type: str | None = None) -> list[str]:
-    """The biases that a family (by default that of the file) has and the decoder lacks: zeros in files, as transformers
-    would warn of new weights.
-    """
+    """The biases that a family (by default that of the file) has and the decoder lacks. In files they are zeros."""
     family = FAMILIES.get(model_type or choose_model_type(config))
     layers = [f"model.layers.{index}" for index in range(config.num_hidden_layers)]
     if family and family.output_bias and config.attention_bias and not config.attention_output_bias:

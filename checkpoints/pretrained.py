@@ -66,10 +66,7 @@ def save_pretrained(
     state: Mapping[str, Tensor] | None = None,
     file: str = SINGLE,
 ) -> None:
-    """Write config.json and weights in their own dtype; of a decoder with LoRA, the adapter.
-
-    state: write some of the decoder's tensors alone, as `file`. After an `OSError` the directory is incomplete.
-    """
+    """Write config.json and the weights in their dtypes, or those of `state` as `file`; with LoRA, the adapter."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = unpacked_tensors(decoder.state_dict() if state is None else state, decoder.config)

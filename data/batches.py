@@ -22,10 +22,7 @@ Batch = tuple[np.ndarray, ...]  # inputs, targets and, where attention keeps doc
 def batch(
     stream: Sequence, *, seed: int, first: int, size: int, sequence_length: int, document_start: int | None = None
 ) -> Batch:
-    """Inputs and targets, each int64 (size, sequence_length), of the sequences from `first` on, counted over the run.
-
-    The shares of processes are consecutive: in the order of ranks, they are what one process would get.
-    """
+    """Inputs and targets, int64 (size, sequence_length), of the sequences from `first` on, counted over the run."""
     rows = []
     for windows, offset in draw(len(stream) // sequence_length, seed, first, size):
         for window in windows:
@@ -77,13 +74,10 @@ def mix(values: np.ndarray) -> np.ndarray:
 def validation_windows(
     tokens: Sequence, sequence_length: int, batch_size: int, document_start: int | None = None
 ) -> Iterator[Batch]:
-    """Yield inputs and targets, int64 (batch_size, sequence_length), that predict every token but the first once.
-
-    All batches have one shape, so the last is padded with inputs 0 and targets `IGNORED`.
-    """
+    """Yield inputs and targets, int64 (batch_size, sequence_length), that predict every token but the first once."""
     shape, size = (batch_size, sequence_length), batch_size * sequence_length
     for start in range(0, len(tokens) - 1, size):
         ids = tokens[start : start + size + 1]
-        inputs, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
+        inputs, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)  # the last batch is padded
         inputs.flat[: len(ids) - 1], targets.flat[: len(ids) - 1] = ids[:-1], ids[1:]
         yield number_documents((inputs, targets), document_start)

@@ -112,14 +112,11 @@ class ChatFormat:
         return ids
 
     def encode_learned(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, int]:
-        """The ids of the complete conversation; which of them the model learns, bool; how many answers it cannot learn.
-
-        It learns what is inside `{% generation %}` blocks, or in a template without them the answers that it finds.
-        """
+        """The ids of the conversation; which of them the model learns, bool; how many answers it cannot learn."""
         parts, not_found = self.render(messages, answer_follows=False), 0
         text, borders = "".join(parts), list(itertools.accumulate(map(len, parts)))
         spans = list(zip(borders[::2], borders[1::2], strict=False))  # begin and end of the characters that are learned
-        if "endgeneration" not in self._template:
+        if "endgeneration" not in self._template:  # no `{% generation %}` blocks
             spans, not_found = self._find_answers(messages, text)
         encoding = self.tokenizer.encode_special(text, BREAK)
         begins, ends = np.array(encoding.offsets).reshape(-1, 2).T
@@ -165,12 +162,9 @@ class ChatFormat:
         return {"<think>" if key == "content" else key for key in left_out}
 
     def render(self, messages: Sequence[Message], *, answer_follows: bool = True) -> list[str]:
-        """The text of the conversation in parts; every second part is inside a `{% generation %}` block.
-
-        Tokens in messages are broken. Those of the model's own text that are not special, such as </think>, are not.
-        """
+        """The text of the conversation in parts; every second part is inside a `{% generation %}` block."""
         broken = []
-        for message in messages:
+        for message in messages:  # in the model's own text, tokens that are not special, such as </think>, stay tokens
             tokens = self._special if message["role"] == "assistant" else self._control
             texts = {key: break_tokens(text, tokens) for key, text in message.items() if key != "role"}
             broken.append(message | texts)

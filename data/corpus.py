@@ -79,10 +79,7 @@ class Corpus:
 def prepare(
     settings: DataSettings, tokenizer: str | Path | None = None, vocab_size: int = 4096
 ) -> Corpus | Conversations:
-    """What --data names, as token streams or as rows of conversations; what the cache has is not made again.
-
-    tokenizer: the file or folder to load, or None to train one; vocab_size: pieces of that, embeddings of the model.
-    """
+    """What --data names, by the tokenizer in a file or folder or, if None, a new one of at most `vocab_size` pieces."""
     files = resolve(settings)
     loaded, chat_file = tokenizer and load_tokenizer(tokenizer), find_conversations(files)
     if chat_file is not None and loaded is None:

@@ -42,10 +42,7 @@ def read_documents(file: TextFile) -> Iterator[Document]:
 
 
 def read_blocks(path: Path) -> Iterator[str]:
-    """A text file, block by block; only a line that is longer than a block is cut inside.
-
-    No id of our own tokenizers reaches beyond a line, so encoded blocks are the ids of the document.
-    """
+    """A text file in blocks of complete lines, beyond which no id of our tokenizers reaches; longer lines are cut."""
     with reading(path, "convert it to UTF-8, or leave it out"), open(path, encoding="utf-8-sig", newline="") as file:
         while block := file.read(BLOCK) + file.readline(BLOCK):
             yield block

@@ -52,11 +52,7 @@ def resolve(settings: DataSettings) -> list[TextFile]:
 
 
 def find_files(name: str, settings: DataSettings) -> list[TextFile]:
-    """The files of a name, path, folder, pattern or `hub:OWNER/NAME[/folder]`; `UserError` if there are none.
-
-    A name wins over a folder of that name; `./python` is the folder. Folders and patterns are sorted, hidden files left
-    out, and only files with a suffix in `FORMATS` taken.
-    """
+    """The files of a name, path, folder, pattern or `hub:OWNER/NAME[/folder]`; a name wins over a folder called so."""
     path, field, files = os.path.expanduser(name), settings.text_field, []
     if name == "python":
         return standard_library()

@@ -11,10 +11,9 @@ TURNS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 def add_tokens(
     tokenizer: Tokenizer, config: dict, old_names: dict, old_ids: dict[str, int]
 ) -> tuple[dict, dict[str, str]]:
-    """Add the tokens that only the configuration has; as in transformers, each gets the next free id.
-
-    config: tokenizer_config.json; old_names, old_ids: special_tokens_map.json and added_tokens.json, of old folders.
-    Returns the configuration with all added tokens, and the texts of those that have a name, such as eos_token.
+    """Add the tokens that only tokenizer_config.json has or, in old folders, special_tokens_map.json (`old_names`) and
+    added_tokens.json (`old_ids`), with the next free ids, as in transformers. Returns the configuration with all added
+    tokens, and the texts of those that have a name, such as eos_token.
     """
     present = {i: token.__getstate__() for i, token in tokenizer.get_added_tokens_decoder().items()}
     listed = config.get("added_tokens_decoder")

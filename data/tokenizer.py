@@ -170,11 +170,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The prompt's token ids, starting as documents start in training: with BOS, if the tokenizer has one.
-
-    An empty prompt becomes BOS alone, or EOS for a tokenizer without BOS: there, the EOS of one document is what
-    precedes the next. A space at the end has no id: see `tokens_after`.
-    """
+    """The prompt's token ids after what precedes them in training: BOS or, if there are none, the EOS before."""
     ids = tokenizer.encode(prompt[:-1] if tokens_after(tokenizer, prompt) else prompt)
     if tokenizer.bos_id is not None:
         return [tokenizer.bos_id, *ids]
@@ -182,10 +178,7 @@ def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 def tokens_after(tokenizer: Tokenizer, prompt: str) -> list[int] | None:
-    """The token ids that may follow a prompt: those that begin with a space if the prompt ends with one, else all.
-
-    A word's token begins with the space before it, so in training text a lone space rarely precedes a word.
-    """
+    """The ids that may follow a prompt, None for all. A space at its end is part of the next word's token."""
     return tokenizer.tokens_with_space if prompt.endswith(" ") else None
 
 

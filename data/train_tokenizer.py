@@ -80,10 +80,7 @@ def sample_text(files: list[TextFile], settings: DataSettings) -> list[str]:
 
 
 def train_tokenizer(texts: Sequence[str], vocab_size: int, path: str | Path) -> Tokenizer:
-    """Train a byte-pair encoding of `vocab_size` pieces, or of all that the texts have; write it to the file `path`.
-
-    The same texts in the same order give the same file. No piece contains a newline or a tab: those are bytes.
-    """
+    """Train a byte-pair encoding of at most `vocab_size` pieces and write it to `path`. Newlines and tabs are bytes."""
     import sentencepiece
 
     if not any(texts):

@@ -13,7 +13,7 @@ from errors import UserError
 from files import read_json
 from generation.steps import MAX_CPU_SEQUENCES, decode_step_kind, quantize_matrices
 from model.decoder import Decoder
-from model.device import choose_device, choose_inference_dtype
+from model.device import choose_device, choose_dtype
 
 
 def open_model(directory: Path, adapter: str | None = None) -> tuple[Checkpoint, Tokenizer, frozenset[int]]:
@@ -41,7 +41,7 @@ def load_decoder(
             f"--dtype int8 needs a CPU, Numba, a --batch-size (now {batch_size}) of at most "
             f"{MAX_CPU_SEQUENCES}, and a pre-norm model with RMSNorm or LayerNorm and SwiGLU; use bfloat16."
         )
-    dtype = choose_inference_dtype("bfloat16" if int8 else dtype, device, checkpoint.dtype)
+    dtype = choose_dtype("bfloat16" if int8 else dtype, device, checkpoint.dtype)
     decoder = load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True).eval()
     if int8:
         quantize_matrices(decoder)

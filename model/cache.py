@@ -19,10 +19,7 @@ class KeyValueCache:
         self.max_length, self.length = max_length, 0
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v (B, K, T, d) of one layer; return all filled positions (B, K, length + T, d) in its dtype.
-
-        Does not change `length`: the decoder advances it once, after the last layer.
-        """
+        """Append k and v (B, K, T, d) of one layer, return all (B, K, length + T, d); the decoder advances `length`."""
         end = self.length + k.shape[2]
         self.keys[layer, :, :, self.length : end] = k
         self.values[layer, :, :, self.length : end] = v

@@ -113,8 +113,22 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        check_combinations(self)
-        if self.head_dim is not None and self.head_dim * self.num_attention_heads == self.hidden_size:
+        heads, kv_heads, width = self.num_attention_heads, self.num_key_value_heads, self.hidden_size
+        if heads % kv_heads:
+            raise UserError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
+        if self.head_dim is None and width % heads:
+            raise UserError(f"hidden_size {width} is no multiple of {heads} heads; set head_dim.")
+        if self.resolved_head_dim % 2:
+            raise UserError(f"heads are {self.resolved_head_dim} wide; rotary positions need an even head_dim.")
+        if self.norm == "group" and width % NORM_GROUPS:
+            raise UserError(f"hidden_size {width} is not a multiple of {NORM_GROUPS}, as --norm group needs.")
+        if self.mlp in PLAIN and self.intermediate_size % 2:
+            raise UserError(f"intermediate_size {self.intermediate_size} must be even for --mlp {self.mlp}.")
+        for key in () if self.rope_scaling is None else ROPE_SCALING[self.rope_scaling["rope_type"]]:
+            value = self.rope_scaling.get(key)
+            if type(value) not in (int, float) or not 0 < value < 1e9:  # scores are products of two attention factors
+                raise UserError(f"rope_scaling has {key} {value!r} and needs a number above 0 and below 1e9.")
+        if self.head_dim is not None and self.head_dim * heads == width:
             vars(self)["head_dim"] = None  # equal models must have equal configurations
         row = NORMS[self.norm]
         if not row or self.norm_bias == (BIAS in row):  # the default; a norm without parameters never has a bias
@@ -149,22 +163,3 @@ class ModelConfig:
     def num_norms(self) -> int:
         """Number of norms that `norm` chooses: those of the layers, and one before the head unless placed `post`."""
         return self.num_hidden_layers * PLACEMENTS[self.norm_placement] + (self.norm_placement != "post")
-
-
-def check_combinations(config: ModelConfig) -> None:
-    """Raise `UserError`, which says how to fix it, for a configuration that no decoder can have."""
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    if heads % kv_heads:
-        raise UserError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
-    if config.head_dim is None and config.hidden_size % heads:
-        raise UserError(f"hidden_size {config.hidden_size} is no multiple of {heads} heads; set head_dim.")
-    if config.resolved_head_dim % 2:
-        raise UserError(f"heads are {config.resolved_head_dim} wide; rotary positions need an even head_dim.")
-    if config.norm == "group" and config.hidden_size % NORM_GROUPS:
-        raise UserError(f"hidden_size {config.hidden_size} is not a multiple of {NORM_GROUPS}, as --norm group needs.")
-    if config.mlp in PLAIN and config.intermediate_size % 2:
-        raise UserError(f"intermediate_size {config.intermediate_size} must be even for --mlp {config.mlp}.")
-    for key in () if config.rope_scaling is None else ROPE_SCALING[config.rope_scaling["rope_type"]]:
-        value = config.rope_scaling.get(key)
-        if type(value) not in (int, float) or not 0 < value < 1e9:  # scores are products of two attention factors
-            raise UserError(f"rope_scaling has {key} {value!r} and needs a number above 0 and below 1e9.")

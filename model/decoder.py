@@ -197,13 +197,9 @@ def attend_to_previous_token(decoder: Decoder) -> None:
 def center_residual_writers(decoder: Decoder) -> None:
     """Change all weights that write to the residual stream so that the mean of what they write is 0 over the channels.
 
-    A matrix W gets W - 1 m, m its mean over the rows (outputs); so does o_proj's bias. LayerNorm subtracts these means
-    anyway: a pre-norm decoder with LayerNorm computes the same function as before. And as the mean of the stream is
-    then 0, RMSNorm with LayerNorm's weight and bias computes it too (Jiang et al. 2023, arXiv 2305.14858, section 3.1).
-
-    A tied embedding is left as it is, because it is also the head: centering row v would change the logit of token v.
-    The stream's mean then stays that of the embedding, and RMSNorm only approximates LayerNorm.
-    Raises `ValueError` for another placement than pre: there norms write to the stream.
+    A pre-norm decoder with LayerNorm, which subtracts the mean anyway, computes the same function as before. So does
+    RMSNorm with LayerNorm's weight and bias (Jiang et al. 2023, arXiv 2305.14858, section 3.1). A tied embedding stays
+    as it is, because centering row v would change the logit of token v: there RMSNorm only approximates LayerNorm.
     """
     if decoder.config.norm_placement != "pre":
         raise ValueError(f"norms placed {decoder.config.norm_placement} write to the residual stream themselves")

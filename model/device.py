@@ -29,30 +29,16 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def choose_training_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of activations that `--dtype name` means in training; master weights are float32 in any case."""
+def choose_dtype(name: str, device: torch.device, stored: torch.dtype | None = None) -> torch.dtype:
+    """The dtype of activations that `--dtype name` means; in generation also of weights, `stored` in that of files."""
     if name != "auto":
         return getattr(torch, name)
-    if fast_at_bfloat16(device):
-        return torch.bfloat16
-    return torch.float16 if device.type == "cuda" else torch.float32
-
-
-def choose_inference_dtype(name: str, device: torch.device, stored: torch.dtype) -> torch.dtype:
-    """The dtype of weights and activations that `--dtype name` means in generation; `stored` is that of the file."""
-    # auto on a CPU: other weights than bfloat16 stay exact
-    if name == "auto" and device.type != "cuda" and stored != torch.bfloat16:
-        return torch.float32
-    return choose_training_dtype(name, device)
-
-
-def fast_at_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 matrices: CUDA from capability 8.0 on, CPUs with AVX-512-BF16 or AMX."""
     if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
+        return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     uses_them = torch.backends.cpu.get_cpu_capability() == "AVX512"  # ATEN_CPU_CAPABILITY can rule it out
-    return device.type == "cpu" and has_instructions and uses_them
+    stays_exact = stored in (None, torch.bfloat16)
+    return torch.bfloat16 if device.type == "cpu" and has_instructions and uses_them and stays_exact else torch.float32
 
 
 @contextlib.contextmanager
@@ -81,10 +67,7 @@ def explain_out_of_memory(message: str) -> Iterator[None]:
 
 
 def keep_freed_memory() -> None:
-    """Let glibc, if that is the allocator, keep large freed blocks for the next training step.
-
-    Else each is a new mapping that the operating system fills with zeros: a third of a step's time in the default run.
-    """
+    """Let glibc keep large freed blocks for the next step: filling new ones with zeros is a third of its time."""
     if sys.platform.startswith("linux") and hasattr(ctypes.CDLL(None), "mallopt"):
         m_trim_threshold, m_mmap_max = -1, -4  # from glibc's malloc.h
         ctypes.CDLL(None).mallopt(m_mmap_max, 0)
@@ -92,10 +75,8 @@ def keep_freed_memory() -> None:
 
 
 def allocate(sizes: Sequence[tuple[torch.Size, torch.dtype]], device: torch.device) -> list[torch.Tensor]:
-    """Uninitialized tensors for weights, on a CPU in one large array of NumPy's, which asks Linux for pages of 2 MB.
-
-    From torch's pages of 4 KB a decoding step takes 1.2 to 1.4 times as long.
-    """
+    """Uninitialized tensors for weights, on a CPU in an array of NumPy's, which asks Linux for pages of 2 MB."""
+    # From torch's pages of 4 KB a decoding step takes 1.2 to 1.4 times as long.
     if device.type != "cpu":
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
     counts = [shape.numel() * dtype.itemsize for shape, dtype in sizes]  # of bytes

@@ -12,16 +12,13 @@ ACTIVATIONS = {"geglu": F.gelu, "reglu": F.relu, "glu": F.sigmoid, "relu": F.rel
 
 
 class MLP(nn.Module):
-    """down(activation(gate(x)) * up(x)) or, without a gate, down(activation(up(x))); no biases.
-
-    Without a gate it is 1.5 times as wide, and so has as many parameters.
-    """
+    """down(activation(gate(x)) * up(x)) or, without a gate, down(activation(up(x))); no biases."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.kind, width = config.mlp, config.intermediate_size
         if self.kind in PLAIN:
-            width = config.intermediate_size * 3 // 2
+            width = config.intermediate_size * 3 // 2  # as many parameters as with a gate
             self.up_proj = Linear(config.hidden_size, width)
         else:
             self.gate_up_proj = Linear(config.hidden_size, 2 * width)  # rows of gate, then rows of up

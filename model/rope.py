@@ -47,15 +47,12 @@ def unscaled_part(config: ModelConfig, frequency: Tensor) -> Tensor:
 
 
 class Rope(nn.Module):
-    """cos and sin of (position, pair): computed in float64, kept as float32 (positions, d/2).
-
-    At most 32,768 positions until a longer text needs more: for 4 million they are gigabytes.
-    """
+    """cos and sin of (position, pair): computed in float64, kept as float32 (positions, d/2)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        cos, sin = self.tables(min(config.max_position_embeddings, 2**15))
+        cos, sin = self.tables(min(config.max_position_embeddings, 2**15))  # more once a text needs more, see `grow`
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
@@ -81,10 +78,7 @@ class Rope(nn.Module):
         return self
 
     def forward(self, start: int, length: int, padding: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """cos and sin at cache positions start .. start + length: (T, d/2), or (B, T, d/2) with left padding (B,).
-
-        A token's rotary position is its cache position minus its sequence's padding.
-        """
+        """cos and sin at cache positions start .. start + length: (T, d/2), or (B, T, d/2) with left padding (B,)."""
         if start + length > len(self.cos):
             self.grow(start + length)
         if padding is None:

@@ -7,6 +7,7 @@ centers the weights that write to the stream, whatever the norm. With bias and c
 the embedding is tied to the head.
 """
 
+import contextlib
 import dataclasses
 import tempfile
 from pathlib import Path
@@ -24,7 +25,7 @@ from files import locked
 from model.decoder import center_residual_writers
 from training.checkpoint import load_moments
 from training.loop import save, train_steps
-from training.session import no_log, set_up
+from training.session import set_up
 
 SEED_OFFSET = 5000  # added for converted models that train again: their batches differ from those of the run
 
@@ -42,7 +43,8 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
         changes = {"device": device, "seed": seed + SEED_OFFSET if is_converted else seed}
         if start:
             changes["init_from"] = str(folder / start / "last")
-        session = set_up(replace_settings(run_settings(plan, run), changes), folder, resume=False, log=no_log)
+        with contextlib.redirect_stdout(None):
+            session = set_up(replace_settings(run_settings(plan, run), changes), folder, resume=False)
         if centered:
             center_residual_writers(session.model)
         if is_branch:

@@ -128,8 +128,8 @@ TABLE = r"""
 + fields = {"to_previous": nn.functional.pad(weights.diagonal(-1, 1, 2), (0, 1)), "to_first": weights[..., 0]}
 ! model/test_inspect.py::test_figures_are_those_of_hidden_states_and_attentions_in_transformers[Qwen2]
 @ model/config.py
-- if config.head_dim is None and config.hidden_size % heads:
-+ if config.hidden_size % heads:
+- if self.head_dim is None and width % heads:
++ if width % heads:
 ! model/test_config.py::test_a_head_dim_that_changes_nothing_gives_an_equal_configuration
 - if type(value) not in (int, float) or not 0 < value < 1e9:
 + if not 0 < value < 1e9:

@@ -7,16 +7,15 @@ import re
 import shutil
 from pathlib import Path
 
-import kernels
 from checkpoints.pretrained import load_pretrained
 from errors import UserError, is_main_process
 from files import LOCK, locked
-from model.device import choose_device, choose_training_dtype, explain_out_of_memory
+from model.device import explain_out_of_memory
 from training.estimate import estimate
 from training.evaluate import evaluate
 from training.loop import train
 from training.processes import explain_lost_process
-from training.session import prepare_corpus
+from training.session import choose_machine, prepare_corpus
 from training.settings import Command, Settings
 
 LESS_MEMORY = "use a smaller --micro-batch-size, --activation-checkpointing, a smaller model, or less --data"
@@ -38,7 +37,8 @@ def run(command: Command) -> int:
         elif is_main_process():
             stopped_by = train_in_own_folder(command)
         else:
-            stopped_by = train(settings, Path(actions.resume or "runs"), resume=actions.resume is not None)
+            with contextlib.redirect_stdout(None):
+                stopped_by = train(settings, Path(actions.resume or "runs"), resume=actions.resume is not None)
     return 128 + stopped_by if stopped_by else 0
 
 
@@ -78,9 +78,7 @@ def evaluate_checkpoint(settings: Settings) -> None:
     data, directory = settings.data, settings.run.init_from
     if directory is None:
         raise UserError("--eval-only needs --init-from: the run folder, checkpoint directory or Hub id to evaluate.")
-    device = choose_device(settings.machine.device)
-    kernels.use(settings.machine.kernels, device)
-    dtype = choose_training_dtype(settings.machine.dtype, device)
+    device, dtype = choose_machine(settings.machine)
     corpus, model = prepare_corpus(settings), load_pretrained(Path(directory), device=device, compute_dtype=dtype)
     windows = f"in windows of {data.sequence_length} tokens"
     print(f"{directory} on all of {', '.join(data.data)}, also what a run on it trains on, {windows}")

@@ -1,5 +1,6 @@
 """What a run would need, without training: parameters, FLOPs, memory, and its time from three measured steps."""
 
+import contextlib
 import dataclasses
 import math
 import time
@@ -12,9 +13,9 @@ from data.sources import KNOWN, resolve
 from errors import note
 from model.count import adapter_parameters, flops_per_token, layer_matrices, num_parameters
 from model.decoder import Decoder
-from model.device import choose_device, choose_training_dtype, device_name
+from model.device import device_name
 from training.processes import ALONE
-from training.session import epochs, initial_model, no_log, prepare_corpus, prepare_training
+from training.session import choose_machine, epochs, initial_model, prepare_corpus, prepare_training
 from training.settings import Settings
 from training.step import train_step
 
@@ -25,9 +26,7 @@ BYTES_PER_TOKEN = 3.5  # bytes of text: see TOKENIZER_BYTES in data/train_tokeni
 
 def estimate(settings: Settings) -> float:
     """Print what one process needs, and return the seconds of all steps, NaN where they are not measured."""
-    device = choose_device(settings.machine.device)
-    kernels.use(settings.machine.kernels, device)
-    dtype = choose_training_dtype(settings.machine.dtype, device)
+    device, dtype = choose_machine(settings.machine)
     model, data, steps, rank = settings.model, settings.data, settings.optimizer.steps, settings.run.lora
     tokens, flops = steps * data.batch_size * data.sequence_length, flops_per_token(model, data.sequence_length)
     adapter = "" if rank is None else f", of which none learns; {adapter_parameters(model, rank):,} of an adapter do"
@@ -109,7 +108,8 @@ def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -
     if settings.run.lora is None:
         model = Decoder(settings.model, seed=1, compute_dtype=dtype)
     else:
-        model = initial_model(settings, dtype, no_log)
+        with contextlib.redirect_stdout(None):
+            model = initial_model(settings, dtype)
     forward, optimizer, scaler = prepare_training(model, settings, device, ALONE)
     note(f"measuring {STEPS} steps ...")
     batch = torch.randint(settings.model.vocab_size, (2, sequences, data.sequence_length))

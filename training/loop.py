@@ -111,9 +111,7 @@ def evaluate_and_save(session: Session, bar: tqdm) -> None:
 
 
 def save(session: Session, validation_loss: float | None = None) -> None:
-    """Save all that a resumed run needs as `last/`, and a model with the lowest loss so far as `best/` too, in all
-    processes. Where a file cannot be written the run ends, and the saves before stay.
-    """
+    """Save what a resumed run needs as `last/`, in all processes, and a model with the lowest loss as `best/` too."""
     processes, state, tokenizer = session.processes, session.state, session.corpus.tokenizer
     best = state.best_validation_loss
     is_best = validation_loss is not None and (best is None or validation_loss < best)

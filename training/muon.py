@@ -24,8 +24,7 @@ BATCH = 8  # matrices orthogonalized together: on two cores a third of the time 
 class Muon(torch.optim.Optimizer):
     """Muon for the matrices in `group`, and the given AdamW for all other parameters, as one optimizer.
 
-    rows: of the matrices that each parameter packs, which are orthogonalized by themselves, in `dtype`: bfloat16 is
-    exact enough, but slow where a machine lacks its instructions.
+    rows: of the matrices that each parameter packs, which are orthogonalized by themselves, in `dtype`.
     """
 
     def __init__(self, group: dict, rows: dict[nn.Parameter, list[int]], adamw: torch.optim.AdamW, dtype: torch.dtype):

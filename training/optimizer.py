@@ -31,10 +31,7 @@ def freeze_parameters(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
 
 def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.device) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter 2019, algorithm 2), as one fused kernel over all parameters where torch has it.
-
-    With `--optimizer muon` it has all parameters but the matrices of the layers, which `Muon` updates.
-    """
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2), or `Muon` for the matrices of layers and AdamW for the rest."""
     decaying = {row.name for row in model.config.norm_parameters if row.decays}
     decay, vocabulary_decay = settings.weight_decay, settings.embedding_weight_decay
     vocabulary_decay = decay if vocabulary_decay is None else vocabulary_decay

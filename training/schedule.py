@@ -28,8 +28,7 @@ def learning_rate(step: int, steps: int, settings: OptimizerSettings) -> float:
 def sequence_length(step: int, steps: int, data: DataSettings) -> int:
     """Tokens per sequence of step 0 <= step < steps: twice as many after each of equal parts of SHORTER of the steps.
 
-    Short sequences take less time in attention, and a step of as many tokens sees more documents: a curriculum as in
-    Li et al. 2022 (The Stability-Efficiency Dilemma, arXiv 2108.06084).
+    A curriculum that saves time in attention: Li et al. 2022, The Stability-Efficiency Dilemma, arXiv 2108.06084.
     """
     if data.first_sequence_length is None:
         return data.sequence_length

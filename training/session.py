@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,18 +17,17 @@ from data.conversations import Conversations
 from data.corpus import Corpus, prepare
 from errors import UserError, reading
 from model.decoder import Decoder, attend_to_previous_token, center_residual_writers
-from model.device import choose_device, choose_training_dtype, device_name, keep_freed_memory
+from model.device import choose_device, choose_dtype, device_name, keep_freed_memory
 from model.lora import add_lora
 from training import checkpoint
 from training.checkpoint import State
 from training.optimizer import build_optimizer, freeze_parameters
 from training.processes import Processes, start_processes
 from training.schedule import sequence_length
-from training.settings import Settings, changed_fields, load_settings
+from training.settings import MachineSettings, Settings, changed_fields, load_settings
 from training.shard import shard
 from training.step import split_batch
 
-Log = Callable[[str], object]
 Text = Corpus | Conversations
 COMPILERS = ("g++", "clang++", "c++", "cl")
 
@@ -71,11 +69,10 @@ class Session:
         return split_batch(batch, sequences, self.device)
 
 
-def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Log = print) -> Session:
-    """Build the session of a new run, or of the last checkpoint in `run_dir` when resuming. Writes nothing there."""
+def set_up(settings: Settings, run_dir: Path, *, resume: bool) -> Session:
+    """Print and build the session of a new run, or of the last checkpoint in `run_dir`, in which it writes nothing."""
     processes = start_processes(settings.machine.device, settings.machine.timeout_minutes)
-    log = log if processes.is_main else no_log
-    device = processes.device or choose_device(settings.machine.device)
+    device, dtype = choose_machine(settings.machine, processes.device)
     if settings.model.norm == "batch" and processes.count > 1:
         raise UserError("--norm batch has statistics of its own in each process; use one process.")
     if settings.data.batch_size % processes.count:
@@ -84,9 +81,7 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Log = print)
         raise UserError(f"--compile needs a C++ compiler: one of {', '.join(COMPILERS)}.")
     if settings.machine.compile and device.type != "cpu" and importlib.util.find_spec("triton") is None:
         raise UserError("--compile needs Triton, which is not installed: pip install triton.")
-    kernels.use(settings.machine.kernels, device)
     keep_freed_memory()
-    dtype = choose_training_dtype(settings.machine.dtype, device)
     machine = dataclasses.replace(settings.machine, dtype=str(dtype).removeprefix("torch."))
     settings = dataclasses.replace(settings, machine=machine)
 
@@ -94,12 +89,12 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Log = print)
     state = None if last is None else checkpoint.read_state(last)
     if state is not None and state.step >= settings.optimizer.steps:
         raise UserError(f"{run_dir} has already done {state.step} steps; for more, raise --steps.")
-    settings, corpus = open_text(settings, last, processes, log)
+    settings, corpus = open_text(settings, last, processes)
     if state is None:
         state = State(0, 0, 0.0, None, corpus.text_hash, fixed_settings(settings))
     else:
-        check_unchanged(settings, run_dir, state, corpus.text_hash, log)
-    model = initial_model(settings, dtype, log, last)
+        check_unchanged(settings, run_dir, state, corpus.text_hash)
+    model = initial_model(settings, dtype, last)
     data = dataclasses.replace(settings.data, data=(), tokenizer=None, cache="")  # paths may differ
     run = dataclasses.replace(settings.run, out=None, init_from=None)
     processes.check_equal(
@@ -114,11 +109,11 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Log = print)
         checkpoint.load_moments(last, model, optimizer)
         if state.scaler is not None and scaler.is_enabled():
             scaler.load_state_dict(state.scaler)
-        log(f"resuming from {last}, step {state.step} of {settings.optimizer.steps}")
+        print(f"resuming from {last}, step {state.step} of {settings.optimizer.steps}")
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if processes.count > 1:
-        log(f"{processes.count} processes, each with {'its part' if sharded else 'a copy'} of the weights")
-    log(
+        print(f"{processes.count} processes, each with {'its part' if sharded else 'a copy'} of the weights")
+    print(
         f"model: {parameters / 1e6:.2f}M parameters, {settings.model.norm} norm; "
         f"{device_name(device)}, {machine.dtype} activations, kernels: {kernels.describe(device)}"
     )
@@ -126,18 +121,21 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool, log: Log = print)
     return Session(settings, run_dir, processes, device, corpus, model, forward, optimizer, scaler, state, sharded)
 
 
-def no_log(_: str) -> None:
-    """A `log` that prints nothing."""
+def choose_machine(machine: MachineSettings, device: torch.device | None = None) -> tuple[torch.device, torch.dtype]:
+    """The device and the dtype of activations that the settings mean; from now on their kernels are used, too."""
+    device = device or choose_device(machine.device)
+    kernels.use(machine.kernels, device)
+    return device, choose_dtype(machine.dtype, device)
 
 
-def open_text(settings: Settings, last: Path | None, processes: Processes, log: Log) -> tuple[Settings, Text]:
+def open_text(settings: Settings, last: Path | None, processes: Processes) -> tuple[Settings, Text]:
     """The text to train on, and the settings with the size of its vocabulary: a small text has a smaller one."""
     with processes.main_first("text"):
         corpus = prepare_corpus(settings, last)
     steps, data = settings.optimizer.steps, settings.data
     tokens = corpus.count_sequences(data) * data.sequence_length
     read = epochs(steps * data.batch_size * data.sequence_length, tokens)
-    log(f"text: {corpus.description}\n  {steps:,} steps: {read}")
+    print(f"text: {corpus.description}\n  {steps:,} steps: {read}")
     if last is None and settings.run.init_from is None and data.tokenizer is None:
         model = dataclasses.replace(settings.model, vocab_size=corpus.tokenizer.vocab_size)
         settings = dataclasses.replace(settings, model=model)
@@ -156,7 +154,7 @@ def prepare_corpus(settings: Settings, last: Path | None = None) -> Text:
     return prepare(settings.data, tokenizer, settings.model.vocab_size)
 
 
-def initial_model(settings: Settings, dtype: torch.dtype, log: Log, last: Path | None = None) -> Decoder:
+def initial_model(settings: Settings, dtype: torch.dtype, last: Path | None = None) -> Decoder:
     """The model on the CPU, with the weights of the checkpoint `last`, else of --init-from, else random ones."""
     run = settings.run
     if run.lora is not None:
@@ -164,7 +162,7 @@ def initial_model(settings: Settings, dtype: torch.dtype, log: Log, last: Path |
             model = pretrained.load_pretrained(run.init_from, compute_dtype=dtype, cast=True)
         if model.config != settings.model:
             raise UserError("--lora leaves the model as it is; leave out --norm and other flags of its shape.")
-        log(f"weights: those of {run.init_from}, frozen; LoRA of rank {run.lora}")
+        print(f"weights: those of {run.init_from}, frozen; LoRA of rank {run.lora}")
         alpha = run.lora_alpha or 2 * run.lora
         add_lora(model, {"r": run.lora, "lora_alpha": alpha, "base_model_name_or_path": run.init_from}, run.seed)
     else:
@@ -172,24 +170,24 @@ def initial_model(settings: Settings, dtype: torch.dtype, log: Log, last: Path |
         if run.previous_token_head and settings.model.attention_bias:
             attend_to_previous_token(model)
         elif run.previous_token_head:
-            log("note: --previous-token-head does nothing without --attention-bias")
+            print("note: --previous-token-head does nothing without --attention-bias")
         if run.init_from is not None and last is None:
-            load_initial_weights(model, run.init_from, run.center_weights, log)
+            load_initial_weights(model, run.init_from, run.center_weights)
     if last is not None:
         pretrained.load_weights(model, last)
     return model
 
 
-def load_initial_weights(model: Decoder, directory: str, center: bool, log: Log) -> None:
+def load_initial_weights(model: Decoder, directory: str, center: bool) -> None:
     """Load the weights of --init-from; `center` them where LayerNorm becomes RMSNorm."""
     new, dropped = pretrained.load_weights(model, directory)
-    log(f"weights: those of {directory}")
+    print(f"weights: those of {directory}")
     for what, names in (("new", new), ("dropped", dropped)):
         if names:
-            log(f"  {len(names)} {what}: {', '.join(names)}")
+            print(f"  {len(names)} {what}: {', '.join(names)}")
     before = load_config(directory)
     if center and (before.norm, before.norm_placement, model.config.norm) == ("layer", "pre", "rms"):
-        log("  LayerNorm to RMSNorm: weights centered")
+        print("  LayerNorm to RMSNorm: weights centered")
         center_residual_writers(model)
 
 
@@ -216,7 +214,7 @@ def fixed_settings(settings: Settings) -> dict[str, object]:
     return {name: values[name] for name in names} | vars(settings.model)
 
 
-def check_unchanged(settings: Settings, run_dir: Path, state: State, text_hash: str, log: Log) -> None:
+def check_unchanged(settings: Settings, run_dir: Path, state: State, text_hash: str) -> None:
     """`UserError` if the text, the model or the optimizer have changed since the run was started."""
     before = load_settings(run_dir / "settings.toml")
     problems = ["the text differs"] if state.text_hash != text_hash else []
@@ -227,4 +225,4 @@ def check_unchanged(settings: Settings, run_dir: Path, state: State, text_hash: 
         raise UserError(f"{run_dir} cannot be resumed: {'; '.join(problems)}; start a new run in another --out.")
     changed = changed_fields(before, settings)
     if changed:
-        log(f"changed since the run was started: {', '.join(changed)}")
+        print(f"changed since the run was started: {', '.join(changed)}")

@@ -27,7 +27,7 @@ def trained_rms(trained) -> Row:
 
 @pytest.fixture
 def session(trained, tmp_path) -> Session:
-    return set_up(run_settings(trained.plan, RUN), tmp_path, resume=False, log=lambda _: None)
+    return set_up(run_settings(trained.plan, RUN), tmp_path, resume=False)
 
 
 def test_arms_of_a_seed_share_text_batches_and_initial_weights_and_differ_in_their_loss(trained, trained_rms):

@@ -12,7 +12,7 @@ from generation.generate import generate
 from model.config import NORMS, PLACEMENTS, ModelConfig
 from model.count import flops_per_token, num_parameters
 from model.decoder import Decoder
-from model.device import allocate, choose_device, choose_inference_dtype, threads_for
+from model.device import allocate, choose_device, choose_dtype, threads_for
 
 
 def test_configuration_and_families_import_no_torch():
@@ -108,9 +108,9 @@ def test_auto_on_a_cpu_is_bfloat16_only_where_the_weights_are_and_the_cpu_and_to
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     for capability, native in (("AVX512", torch.bfloat16), ("AVX2", torch.float32)):  # by ATEN_CPU_CAPABILITY=avx2
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
-        assert choose_inference_dtype("auto", CPU, torch.bfloat16) == native
-        assert choose_inference_dtype("auto", CPU, torch.float32) == torch.float32
-        assert choose_inference_dtype("float16", CPU, torch.float32) == torch.float16
+        assert choose_dtype("auto", CPU, torch.bfloat16) == native
+        assert choose_dtype("auto", CPU, torch.float32) == torch.float32
+        assert choose_dtype("float16", CPU, torch.float32) == torch.float16
 
 
 def test_a_small_step_uses_one_thread_and_the_number_is_restored_even_after_an_error():

@@ -1,5 +1,6 @@
 """What tests do with runs: start them from flags, stop and resume them, and compare what they leave."""
 
+import contextlib
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from safetensors.torch import load_file
 
 from training import checkpoint, metrics
 from training.loop import save, train, train_steps
-from training.session import Session, no_log, set_up
+from training.session import Session, set_up
 from training.settings import Settings, parse, save_settings
 
 
@@ -29,7 +30,8 @@ def resume(folder: Path, *flags: str) -> int:
 
 
 def open_session(folder: Path, *flags: str, resume: bool = False) -> Session:
-    return set_up(settings_of(*flags), folder, resume=resume, log=no_log)
+    with contextlib.redirect_stdout(None):
+        return set_up(settings_of(*flags), folder, resume=resume)
 
 
 def losses(run: Path) -> list[float]:

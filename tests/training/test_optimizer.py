@@ -70,16 +70,18 @@ def test_a_row_whose_weight_decays_leaves_the_norms_of_q_and_k_alone(settings, m
 
 
 @pytest.mark.parametrize("norm", [norm for norm, parameters in NORMS.items() if parameters])
-def test_norms_alone_learn_from_weights_with_another_norm_and_what_is_new_is_named(flags, finished_run, tmp_path, norm):
+def test_norms_alone_learn_from_weights_with_another_norm_and_what_is_new_is_named(
+    flags, finished_run, tmp_path, capsys, norm
+):
     frozen = ["--freeze", "*_proj.*", "embed_tokens.*", "lm_head.*"]
     asked = ["--norm", norm, *frozen, "--warmup-steps", "0", "--weight-decay", "5"]
-    settings, lines = settings_of(*flags, "--init-from", str(finished_run), *asked), []
-    session = set_up(settings, tmp_path, resume=False, log=lines.append)
-    assert f"weights: those of {finished_run / 'best'}" in lines
+    session = set_up(settings_of(*flags, "--init-from", str(finished_run), *asked), tmp_path, resume=False)
+    out = capsys.readouterr().out
+    assert f"weights: those of {finished_run / 'best'}\n" in out
     before = {name: parameter.detach().clone() for name, parameter in session.model.named_parameters()}
     next(train_steps(session))
     names = [parameter.name for parameter in NORMS[norm]]
-    assert all(name == "weight" or f"norm.{name}" in "".join(lines) for name in names)
+    assert all(name == "weight" or f"norm.{name}" in out for name in names)
     modules = [f"layers.{i}.{place}_layernorm" for i in (0, 1) for place in ("input", "post_attention")]
     expected = {f"{module}.{name}" for module in [*modules, "norm"] for name in names}
     parameters = dict(session.model.named_parameters())
