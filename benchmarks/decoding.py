@@ -177,7 +177,7 @@ def llama_cpp(case: Case) -> timing.Blocks:
     from data.train_tokenizer import train_tokenizer
 
     with tempfile.TemporaryDirectory(prefix="benchmark") as folder:  # the server has read the file when it is deleted
-        train_tokenizer([" ".join(map(str, range(1000)))], 300, Path(folder, "tokenizer.model")).save(folder)
+        train_tokenizer([" ".join(map(str, range(1000)))], 300).save(folder)
         save_pretrained(our_decoder(case._replace(dtype="float32")), folder, bos_token_id=1, eos_token_id=2)
         write_gguf(Path(folder), Path(folder, "model.gguf"), "q8_0" if case.dtype == "int8" else case.dtype)
         settings = xllamacpp.CommonParams()

@@ -42,8 +42,8 @@ def plain_messages(messages: Sequence[dict]) -> list[Message]:
     if not isinstance(messages, list) or not messages:
         raise UserError("messages must be a list, and not an empty one.")
     plain = []
-    for number, message in enumerate(messages, 1):
-        with reading(f"message {number}", "a message has a role, and its content is text or a list of text parts"):
+    for place, message in enumerate(messages, 1):
+        with reading(f"message {place}", "a message has a role, and its content is text or a list of text parts"):
             fields = {key: value for key, value in message.items() if value not in (None, [], {})}
             role = fields.pop("role", fields.pop("from", None))
             content = fields.pop("content", fields.pop("value", None))

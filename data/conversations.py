@@ -73,19 +73,6 @@ class Conversations:
     def all_batches(self, _: int, batch_size: int) -> Iterator[Batch]:
         return row_batches(np.concatenate([self.train, self.validation], 1), batch_size)
 
-    def encode_prompt(self, prompt: str) -> tuple[list[int], None, set[int]]:
-        ids = self.chat.encode([{"role": "user", "content": prompt}])
-        return ids, None, {self.tokenizer.eos_id, *self.chat.ends}
-
-    def show_sample(self, prompt: str, _: list[int], tokens: list[int]) -> str:
-        return f"{prompt}\n> {self.tokenizer.decode(tokens)}"
-
-    def summary(self) -> str:
-        return f"hash of the conversations {self.text_hash}"  # a compressor would count what is not learned
-
-    def generate_arguments(self, _: str) -> str:
-        return "--chat"
-
     def show_row(self) -> str:
         """The first row to train on, as text; `+` marks the lines that are learned."""
         ids, learned, documents = self.train[:, 0]

@@ -5,7 +5,6 @@ CACHE/tokenizers/, units/ and conversations/   see the modules     CACHE/hub/   
 
 import hashlib
 import lzma
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,10 @@ from data.conversations import Conversations, find_conversations, prepare_conver
 from data.settings import DataSettings
 from data.sources import TextFile, resolve
 from data.split import DUPLICATE, MAX_VALIDATION, TRAIN, VALIDATION, split_documents
-from data.tokenizer import Tokenizer, check_vocabulary, encode_prompt, load_tokenizer, tokens_after
+from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from data.tokens import TokenStream, counted, prepare_units
 from data.train_tokenizer import trained_tokenizer
-from errors import UserError, printable
+from errors import UserError
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,7 @@ class Corpus:
     everything_bytes: int
     prompts: list[str]  # for samples: the first words of up to three held-out documents
     document_start: int | None = None  # the id that begins a document, where attention keeps documents apart
+    chat = None  # a text has no chat template
 
     def count_sequences(self, settings: DataSettings) -> int:
         """The sequences of an epoch; `UserError` if they are fewer than a batch."""
@@ -57,23 +57,11 @@ class Corpus:
     def all_batches(self, sequence_length: int, batch_size: int) -> Iterator[Batch]:
         return validation_windows(self.everything, sequence_length, batch_size, self.document_start)
 
-    def encode_prompt(self, prompt: str) -> tuple[list[int], list[int] | None, set[int]]:
-        """The ids of a prompt, those that may follow it (None: all), and those that end its continuation."""
-        return encode_prompt(self.tokenizer, prompt), tokens_after(self.tokenizer, prompt), {self.tokenizer.eos_id}
-
-    def show_sample(self, _: str, ids: list[int], tokens: list[int]) -> str:
-        return self.tokenizer.decode(ids + tokens)
-
-    def summary(self) -> str:
-        """A line for the end of a run: what `xz -9e` makes of the validation text, to compare the model with."""
+    def xz_bits_per_byte(self) -> float:
+        """What `xz -9e` makes of the validation text, to compare the model with."""
         text = self.tokenizer.decode(self.validation).encode("utf-8")
         # 7e is 9e with a dictionary of 16 MB, not 64: the text is shorter, and 64 would take 700 MB of memory.
-        bits = 8 * len(lzma.compress(text, preset=7 | lzma.PRESET_EXTREME)) / max(1, len(text))
-        return f"xz -9e on the same text: {bits:.4f} bits per byte; text hash {self.text_hash}"
-
-    def generate_arguments(self, prompt: str) -> str:
-        """What to give generate.py to try the model: the first words of a prompt."""
-        return shlex.quote(printable(" ".join(prompt.split()[:5])))
+        return 8 * len(lzma.compress(text, preset=7 | lzma.PRESET_EXTREME)) / max(1, len(text))
 
 
 def prepare(

@@ -52,9 +52,9 @@ def read_rows(file: TextFile) -> Iterator[tuple[str, bytes | dict]]:
     """The rows of a file, to pass to `decode`, each with its place for error messages. A text file has none."""
     if file.format in ROW_FORMATS:
         path = file.fetch()
-        for number, row in enumerate(ROW_FORMATS[file.format](path, file.field), 1):
+        for row_number, row in enumerate(ROW_FORMATS[file.format](path, file.field), 1):
             if row:
-                yield f"{path}, row {number}", row
+                yield f"{path}, row {row_number}", row
 
 
 def read_lines(path: Path, _: str) -> Iterator[bytes]:

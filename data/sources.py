@@ -17,7 +17,7 @@ from files import read_json, replace_text
 
 # What a file's name ends in -> how it is read.
 FORMATS = {".txt": "text", ".md": "text", ".py": "text", ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".parquet": "parquet"}
-KNOWN = {  # name -> data set, its revision, what the names of its files begin with
+HUB_TEXTS = {  # name -> data set, its revision, what the names of its files begin with
     "shakespeare": ("karpathy/tiny_shakespeare", "refs/convert/parquet", "default/"),
     "tinystories": ("roneneldan/TinyStories", "main", "data/train-"),
 }
@@ -58,8 +58,8 @@ def find_files(name: str, settings: DataSettings) -> list[TextFile]:
         return standard_library()
     if name == "python-chat":
         return [dataclasses.replace(file, format=name) for file in standard_library() if file.format == "text"]
-    if name in KNOWN:
-        files = hub_files(*KNOWN[name], settings)
+    if name in HUB_TEXTS:
+        files = hub_files(*HUB_TEXTS[name], settings)
     elif name.startswith("hub:"):
         parts = name.removeprefix("hub:").rstrip("/").split("/")
         start = "".join(f"{folder}/" for folder in parts[2:])  # files are compared with a slash at their end, too
@@ -76,7 +76,7 @@ def find_files(name: str, settings: DataSettings) -> list[TextFile]:
     elif glob.has_magic(path):
         files = text_files(sorted(glob.glob(path, recursive=True)), field)
     else:
-        choices = f"a path, a pattern, hub:OWNER/NAME, or one of python, python-chat, {', '.join(KNOWN)}"
+        choices = f"a path, a pattern, hub:OWNER/NAME, or one of python, python-chat, {', '.join(HUB_TEXTS)}"
         raise UserError(f'no file, folder or known text is called "{name}"; give {choices}.')
     if not files:
         raise UserError(f"{name} names no file to read; the formats are {' '.join(FORMATS)}.")

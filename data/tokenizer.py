@@ -24,8 +24,9 @@ from files import replacing
 # What is saved with a model. llama.cpp needs the scores in tokenizer.model; generation_config.json has all EOS ids.
 FILES = ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 FILES += ("generation_config.json", "added_tokens.json", "tokenizer.json")
-KEPT = (*NAMED, "add_bos_token", "chat_template", "added_tokens_decoder", "additional_special_tokens")
-KEPT += ("extra_special_tokens",)  # fields of tokenizer_config.json beside a tokenizer.model
+CONFIG_FIELDS = """
+    add_bos_token chat_template added_tokens_decoder additional_special_tokens extra_special_tokens
+""".split()  # of tokenizer_config.json beside a tokenizer.model, with those of `NAMED`
 # How byte-level vocabularies write each byte: as Latin-1 has it, or, what cannot be printed, as U+0100 on, in order.
 PRINTABLE = [byte for byte in range(256) if chr(byte) in ByteLevel.alphabet()]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
@@ -165,7 +166,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     with reading(path, "give a tokenizer.json, or a byte-pair encoding with byte fallback that leaves text as it is"):
         files = files if path.name == "tokenizer.model" else {}
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
-        made = tokenizer_files(content, {key: config[key] for key in KEPT if key in config})
+        made = tokenizer_files(content, {key: config[key] for key in (*NAMED, *CONFIG_FIELDS) if key in config})
     return Tokenizer(files | {"tokenizer.model": content} | made, path.parent)
 
 

@@ -17,7 +17,7 @@ from data.sources import TextFile
 from data.special_tokens import TURNS
 from data.split import MAX_VALIDATION, may_be_held_out
 from data.tokenizer import Tokenizer, load_tokenizer
-from data.tokenizer_json import read_model
+from data.tokenizer_json import read_model, tokenizer_files
 from data.tokens import VERSION, content_hash, digest
 from errors import UserError, reading
 
@@ -57,7 +57,7 @@ def trained_tokenizer(files: list[TextFile], settings: DataSettings, vocab_size:
             read_model(tokenizer.files["tokenizer.model"])  # it goes into every checkpoint
             return tokenizer
         print(f"training a tokenizer of {vocab_size:,} pieces (once) ...", file=sys.stderr, flush=True)
-        tokenizer = train_tokenizer(sample_text(files, settings), vocab_size, folder / "tokenizer.model")
+        tokenizer = train_tokenizer(sample_text(files, settings), vocab_size)
         tokenizer.save(folder)
         return tokenizer
 
@@ -79,8 +79,8 @@ def sample_text(files: list[TextFile], settings: DataSettings) -> list[str]:
     return [text for text, is_held_out in zip(texts, held_out, strict=True) if not is_held_out] or texts
 
 
-def train_tokenizer(texts: Sequence[str], vocab_size: int, path: str | Path) -> Tokenizer:
-    """Train a byte-pair encoding of at most `vocab_size` pieces and write it to `path`. Newlines and tabs are bytes."""
+def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-pair encoding of at most `vocab_size` pieces. None has a newline or a tab: those are bytes."""
     import sentencepiece
 
     if not any(texts):
@@ -90,8 +90,8 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, path: str | Path) -> 
         sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines(texts), model_writer=model, **options)
     except (RuntimeError, ValueError, OSError) as error:
         raise UserError(f"no tokenizer could be trained on this text ({error}); give more text.") from None
-    Path(path).write_bytes(model.getvalue())
-    return load_tokenizer(path)
+    content = model.getvalue()
+    return Tokenizer({"tokenizer.model": content} | tokenizer_files(content, {}), Path())
 
 
 def lines(texts: Iterable[str]) -> Iterator[str]:

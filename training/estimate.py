@@ -9,10 +9,9 @@ import torch
 
 import kernels
 from data.conversations import find_conversations
-from data.sources import KNOWN, resolve
+from data.sources import HUB_TEXTS, resolve
 from errors import note
 from model.count import adapter_parameters, flops_per_token, layer_matrices, num_parameters
-from model.decoder import Decoder
 from model.device import device_name
 from training.processes import ALONE
 from training.session import choose_machine, epochs, initial_model, prepare_corpus, prepare_training
@@ -32,7 +31,7 @@ def estimate(settings: Settings) -> float:
     adapter = "" if rank is None else f", of which none learns; {adapter_parameters(model, rank):,} of an adapter do"
     print(f"model     {num_parameters(model):,} parameters, {model.norm} norm{adapter}")
     print(f"training  {tokens:,} tokens in {steps:,} steps of {data.batch_size} sequences of {data.sequence_length}")
-    is_here = not any(name in KNOWN or name.startswith("hub:") for name in data.data)
+    is_here = not any(name in HUB_TEXTS or name.startswith("hub:") for name in data.data)
     conversations = is_here and find_conversations(resolve(data)) is not None
     if is_here and not conversations:
         size = sum(file.size for file in resolve(data)) / BYTES_PER_TOKEN
@@ -91,8 +90,9 @@ def kept_elements(settings: Settings, fused: bool) -> int:
         layer += heads
     if not fused or settings.run.lora is not None:
         layer += hidden
-    kept = layers * 2 * width + layer if settings.machine.activation_checkpointing else layers * layer
-    return kept + 2 * width  # the final norm
+    if settings.machine.activation_checkpointing:
+        return layers * 2 * width + layer + 2 * width  # the last: of the final norm
+    return layers * layer + 2 * width
 
 
 def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -> float:
@@ -105,11 +105,8 @@ def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -
             print(f"time      not measured: the model is too large for {device_name(device)}")
             return math.nan
         sequences = min(sequences, max(1, int(QUICK_FLOPS / flops)))
-    if settings.run.lora is None:
-        model = Decoder(settings.model, seed=1, compute_dtype=dtype)
-    else:
-        with contextlib.redirect_stdout(None):
-            model = initial_model(settings, dtype)
+    with contextlib.redirect_stdout(None):
+        model = initial_model(settings, dtype)
     forward, optimizer, scaler = prepare_training(model, settings, device, ALONE)
     note(f"measuring {STEPS} steps ...")
     batch = torch.randint(settings.model.vocab_size, (2, sequences, data.sequence_length))

@@ -7,6 +7,7 @@ import shlex
 from tqdm import tqdm
 
 from checkpoints import pretrained
+from data.tokenizer import encode_prompt, tokens_after
 from errors import printable
 from generation.generate import generate
 from generation.settings import SMALL_MODELS
@@ -48,15 +49,19 @@ def sample_prompts(session: Session) -> list[str]:
 
 def samples(session: Session, prompts: list[str]) -> str:
     """What the current weights continue prompts with, or how they answer questions."""
-    corpus, context, texts = session.corpus, session.model.config.max_position_embeddings, []
+    chat, tokenizer, texts = session.corpus.chat, session.corpus.tokenizer, []
+    context = session.model.config.max_position_embeddings
     new = min(SAMPLE_TOKENS, context - 1)
-    options = dict(max_new_tokens=new, vocab_size=corpus.tokenizer.vocab_size, sampling=SMALL_MODELS)
+    options = dict(max_new_tokens=new, vocab_size=tokenizer.vocab_size, sampling=SMALL_MODELS)
+    options["eos_ids"] = {tokenizer.eos_id, *(chat.ends if chat else ())}
     session.model.eval()
     for prompt in prompts:
-        ids, first, ends = corpus.encode_prompt(prompt)
+        ids = chat.encode([{"role": "user", "content": prompt}]) if chat else encode_prompt(tokenizer, prompt)
+        first_tokens = None if chat else tokens_after(tokenizer, prompt)
         ids = ids[min(new, context // 2) - context :]  # the end of a longer prompt
-        tokens = generate(session.model, [ids], first_tokens=[first], eos_ids=ends, **options).tokens[0]
-        texts.append("  | " + printable(corpus.show_sample(prompt, ids, tokens)).replace("\n", "\n  | "))
+        tokens = generate(session.model, [ids], first_tokens=[first_tokens], **options).tokens[0]
+        text = f"{prompt}\n> {tokenizer.decode(tokens)}" if chat else tokenizer.decode(ids + tokens)
+        texts.append("  | " + printable(text).replace("\n", "\n  | "))
     session.model.train()
     return "\n\n".join(texts)
 
@@ -77,8 +82,12 @@ def report_end(session: Session) -> None:
         print(samples(session, prompts))
     if state.best_validation_loss > math.log(session.model.config.vocab_size):
         print("note: it predicts this text worse than chance; give more text, more --steps or a smaller --vocab-size")
-    print(corpus.summary())
+    if corpus.chat:
+        print(f"hash of the conversations {corpus.text_hash}")
+    else:
+        print(f"xz -9e on the same text: {corpus.xz_bits_per_byte():.4f} bits per byte; text hash {corpus.text_hash}")
     speed = f"{state.tokens / state.seconds:,.0f} tokens/s"
     print(f"{state.step:,} steps, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed}")
     print(f"best/ has the weights with the lowest validation loss, {state.best_validation_loss:.4f} nats per token")
-    print(f"next: python generate.py {run_dir} {corpus.generate_arguments(prompts[0])}")
+    first_words = shlex.quote(printable(" ".join(prompts[0].split()[:5])))
+    print(f"next: python generate.py {run_dir} {'--chat' if corpus.chat else first_words}")

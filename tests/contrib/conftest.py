@@ -20,7 +20,7 @@ def chat_model(make_decoder, tmp_path) -> Callable[..., tuple[torch.nn.Module, P
         decoder, directory = make_decoder(**{"vocab_size": 300} | changes).to(dtype), tmp_path / name
         save_pretrained(decoder, directory, bos_token_id=1, eos_token_id=2)
         text = "the quick brown fox jumps over the lazy dog and runs  away"
-        add_chat_template(train_tokenizer([text] * 20, 290, directory / "tokenizer.model")).save(directory)
+        add_chat_template(train_tokenizer([text] * 20, 290)).save(directory)
         return decoder, directory
 
     return make

@@ -70,7 +70,7 @@ def evaluate(tmp_path, monkeypatch):
 def test_a_model_of_a_family_gets_the_answers_of_lm_evals_own_hf_model(evaluate, make_decoder, tmp_path, changes):
     import contrib.lm_eval  # noqa: F401 - it registers `prenorm`
 
-    tokenizer = train_tokenizer(TEXT * 5, 300, tmp_path / "t.model")
+    tokenizer = train_tokenizer(TEXT * 5, 300)
     decoder = make_decoder(vocab_size=300, max_position_embeddings=24, tie_word_embeddings=False, **changes)
     # Unknown, BOS, EOS and bytes are hardly ever chosen: libraries print bytes that are no character in different ways.
     decoder.lm_head.weight.data *= torch.arange(300)[:, None] >= 259

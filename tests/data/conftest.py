@@ -40,7 +40,7 @@ def write_corpus(folder: Path, documents: int = 60, seed: int = 0) -> list[str]:
 def tokenizer_file(library_text, tmp_path_factory) -> Path:
     """A tokenizer of ours, trained on a part of the default corpus."""
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.model"
-    train_tokenizer(library_text[::8], 2000, path)
+    path.write_bytes(train_tokenizer(library_text[::8], 2000).files["tokenizer.model"])
     return path
 
 

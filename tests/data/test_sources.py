@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from data.corpus import Corpus, prepare
 from data.settings import DataSettings
-from data.sources import FORMATS, KNOWN, resolve
+from data.sources import FORMATS, HUB_TEXTS, resolve
 from errors import UserError
 from tests.data.conftest import read
 
@@ -155,9 +155,9 @@ def test_a_data_set_is_read_in_order_and_downloaded_once(hub, numbers, prepared)
     assert again.text_hash == corpus.text_hash and not hub.asked
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", HUB_TEXTS)
 def test_a_known_text_is_its_files_of_a_data_set(tmp_path, hub, prepared, name):
-    dataset, revision, begin = KNOWN[name]
+    dataset, revision, begin = HUB_TEXTS[name]
     publish(hub, dataset, revision.replace("/", "%2F"), {f"{begin}{n}.parquet": f"{name} {n}" for n in range(2)})
     text = text_of(prepared(name))
     assert f"{name} 0 " in text and f"{name} 1 " in text
@@ -165,7 +165,7 @@ def test_a_known_text_is_its_files_of_a_data_set(tmp_path, hub, prepared, name):
 
 
 def test_the_list_of_a_data_set_is_kept_for_each_revision(hub, prepared):
-    dataset, revision, begin = KNOWN["shakespeare"]
+    dataset, revision, begin = HUB_TEXTS["shakespeare"]
     publish(hub, dataset, "main", {"plain.parquet": "of main"})
     assert "of main" in text_of(prepared(f"hub:{dataset}"))
     publish(hub, dataset, revision.replace("/", "%2F"), {f"{begin}0.parquet": "of another"})

@@ -28,15 +28,16 @@ TEXTS = st.lists(st.one_of(SCALARS, TRAPS, st.sampled_from(["Once upon", "the ",
 
 
 def test_training_prints_nothing_and_gives_the_same_file_each_time(tmp_path, library_text, capfd):
-    made = [train_tokenizer(library_text[:40], 700, tmp_path / str(i)) for i in range(2)]
-    assert (tmp_path / "0").read_bytes() == (tmp_path / "1").read_bytes()
-    assert made[0].hash == made[1].hash == load_tokenizer(tmp_path / "0").hash
+    made = [train_tokenizer(library_text[:40], 700) for _ in range(2)]
+    made[0].save(tmp_path)
+    assert made[0].files == made[1].files == load_tokenizer(tmp_path).files
+    assert made[0].hash == made[1].hash == load_tokenizer(tmp_path / "tokenizer.model").hash
     assert (made[0].vocab_size, made[0].bos_id, made[0].eos_id) == (700, 1, 2) and capfd.readouterr() == ("", "")
 
 
-def test_training_takes_tabs_long_lines_and_nul_characters(tmp_path):
+def test_training_takes_tabs_long_lines_and_nul_characters():
     text = "\t".join(["abracadabra"] * 20_000) + "\n" + "simsalabim " * 20_000 + "\0" + "hocuspocus " * 20_000
-    tokenizer = train_tokenizer([text], 310, tmp_path / "t.model")
+    tokenizer = train_tokenizer([text], 310)
     for word in ("abracadabra", "simsalabim", "hocuspocus"):
         assert len(tokenizer.encode(word)) <= 2, "the line was not left out"
 
@@ -233,9 +234,9 @@ def test_a_vocabulary_that_does_not_fit_the_model_is_refused(ours, tmp_path):
         check_vocabulary(load_tokenizer(edited(ours, tmp_path / "b", eos_token="<end>")), 2000)
 
 
-def test_a_space_stays_a_space_where_the_text_has_few_or_none(tmp_path):
+def test_a_space_stays_a_space_where_the_text_has_few_or_none():
     for text in ("今天天气很好我们去公园玩", "😀🎉🚀✨", "x=y;a[0]=f(b,c)\t{}\n", "abcd" * 1000 + " "):
         texts = [text[i % 7 :] * 40 + str(i) for i in range(50)]
-        tokenizer = train_tokenizer(texts, 300, tmp_path / "tokenizer.model")
+        tokenizer = train_tokenizer(texts, 300)
         for again in (texts[0], "a b", " hello  world ", "今 天\n  x", "😀 😀"):
             assert tokenizer.decode(tokenizer.encode(again)) == again

@@ -32,9 +32,9 @@ def decoder() -> Decoder:
 
 
 @pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory) -> Tokenizer:
+def tokenizer() -> Tokenizer:
     """A tokenizer that this project trains: SentencePiece BPE with byte fallback."""
-    return train_tokenizer(TEXT, 300, tmp_path_factory.mktemp("tokenizer") / "tokenizer.model")
+    return train_tokenizer(TEXT, 300)
 
 
 @pytest.fixture
