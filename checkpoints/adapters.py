@@ -1,6 +1,7 @@
 """LoRA adapters in PEFT's format: A and B of each matrix, which are added to the weights of a model as it is loaded."""
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,15 +28,9 @@ def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[
     """Add (alpha / r) B A to the weights, by their names in files: in float32, rounded once to the weight's dtype."""
     fields = {"peft_type": None, **read_json(directory / CONFIG)}
     with reading(directory, "give a plain LoRA adapter of this model, or the result of peft's merge_and_unload()"):
-        for key, value in fields.items():
-            if key not in ANY_VALUE and value not in SUPPORTED.get(key, (None, False, "none", [], {})):
-                raise ValueError(f"{key} {value!r} is not supported")
-        rank, alpha = fields["r"], fields["lora_alpha"]
-        if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
-            raise ValueError(f"r {rank!r} with lora_alpha {alpha!r} is not supported")
-        scale = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
+        rank, scale = rank_and_scale(fields)
         tensors = load_file(*find_weight_files(directory, WEIGHTS))
-        for matrix in sorted({name.partition(".lora_")[0] for name in tensors if ".lora_" in name}):
+        for matrix in adapted_matrices(fields, tensors, weights):
             a, b = (tensors.pop(f"{matrix}.lora_{letter}.weight") for letter in "AB")
             weight = weights[f"{matrix.removeprefix(PREFIX)}.weight"]
             if (a.shape, b.shape) != ((rank, weight.shape[-1]), (len(weight), rank)):
@@ -45,3 +40,34 @@ def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[
             original = stored.get(name.removeprefix(PREFIX).replace(".base_layer.", "."))
             if original is None or not torch.equal(original.read().to(tensor.dtype), tensor):
                 raise ValueError(f"{name} is not supported")
+
+
+def rank_and_scale(fields: dict) -> tuple[int, float]:
+    """r, and what B A is multiplied by; `ValueError` for what an adapter_config.json asks for and is not done here."""
+    for key, value in fields.items():
+        if key not in ANY_VALUE and value not in SUPPORTED.get(key, (None, False, "none", [], {})):
+            raise ValueError(f"{key} {value!r} is not supported")
+    rank, alpha = fields["r"], fields["lora_alpha"]
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
+        raise ValueError(f"r {rank!r} with lora_alpha {alpha!r} is not supported")
+    return rank, alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
+
+
+def adapted_matrices(fields: dict, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:
+    """PEFT's names of the matrices that have or must have A and B; `ValueError` for those that PEFT would leave out."""
+    matrices = {name.partition(".lora_")[0] for name in tensors if ".lora_" in name}
+    targets, layers = fields.get("target_modules"), fields.get("layers_to_transform")  # a number, a list or null
+    layers = [layers] if isinstance(layers, int) else layers
+    if isinstance(targets, list):
+        endings = tuple(f".{target}" for target in targets)
+        for matrix in sorted(matrices):
+            if not f".{matrix}".endswith(endings):
+                raise ValueError(f"{matrix} is none of target_modules {targets}")
+        if not (layers or fields.get("exclude_modules")):
+            names = [name.removesuffix(".weight") for name in weights]
+            matrices |= {PREFIX + name for name in names if f".{name}".endswith(endings)}
+    for matrix in sorted(matrices):
+        layer = re.search(r"\.layers\.(\d+)\.", matrix)
+        if layers and layer is not None and int(layer[1]) not in layers:
+            raise ValueError(f"{matrix} is in none of layers_to_transform {layers}")
+    return sorted(matrices)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kernels
+from errors import UserError
 from model.config import NORM_GROUPS, ModelConfig
 
 MOMENTUM = 0.1  # momentum of BatchNorm's running statistics (Ioffe and Szegedy 2015, algorithm 2; torch's default)
@@ -71,7 +72,7 @@ class Norm(nn.Module):
             return torch.erf(self.alpha * s + self.shift)
         if self.kind == "none":
             return s
-        raise NotImplementedError(f"Norm.normalize has no branch for {self.kind}")
+        raise UserError(f"the norm {self.kind} has no branch in Norm.normalize (model/norm.py).")
 
 
 # Names as in files; in the decoder they lack "model.". The norms of q and k are not switched and do not match.
