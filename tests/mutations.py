@@ -43,7 +43,7 @@ TABLE = r"""
 @ kernels/rope.py
 -         angle = batch * angle_stride + position * HALF + pair
 +         angle = position * HALF + pair
-! kernels/test_rotary.py::test_gradients_equal_those_of_the_float64_definition[triton-False-dtype0]
+! kernels/test_rotary.py::test_heads_are_multiplied_by_complex_numbers_and_so_are_gradients[triton-False-dtype0]
 @ kernels/activation.py
 - dgate = dhidden * up * (p + silu * (1 - p))
 + dgate = dhidden * up * (p + silu * p)
