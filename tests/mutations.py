@@ -22,9 +22,6 @@ TABLE = r"""
 - y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
 + y = y / (y.square().mean(-1, keepdim=True).sqrt() + eps)
 ! kernels/test_norm.py::test_output_and_gradients_equal_float64
-- return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups > 1)
-+ return F.scaled_dot_product_attention(q, k, v, is_causal=False, enable_gqa=groups > 1)
-! kernels/test_attention.py::test_output_and_gradients_equal_the_float64_definition
 @ kernels/__init__.py
 - if _choice == "triton" or (_choice == "auto" and runs_triton):
 + if _choice == "triton":
@@ -37,13 +34,10 @@ TABLE = r"""
 - ds.add_((grad @ weight)[..., None].mul_(rstd).div_(width))
 + ds.add_((grad @ weight)[..., None].div_(width))
 ! kernels/test_norm.py::test_output_and_gradients_equal_float64
-- grad = (grad * counted)[:, None]
-+ grad = grad[:, None]
-! kernels/test_cross_entropy.py::test_losses_and_gradients_equal_the_float64_definition
 @ kernels/rope.py
 -         angle = batch * angle_stride + position * HALF + pair
 +         angle = position * HALF + pair
-! kernels/test_rotary.py::test_heads_are_multiplied_by_complex_numbers_and_so_are_gradients[triton-False-dtype0]
+! kernels/test_rotary.py::test_heads_are_multiplied_by_complex_numbers_and_so_are_gradients[triton-True-dtype1]
 @ kernels/activation.py
 - dgate = dhidden * up * (p + silu * (1 - p))
 + dgate = dhidden * up * (p + silu * p)
@@ -56,16 +50,10 @@ TABLE = r"""
 - return kernels.normalize(x, weight, self.bias, residual, kind=FUSED[self.kind], eps=self.eps)
 + return kernels.normalize(x, weight, self.bias, residual, kind="rms", eps=self.eps)
 ! model/test_norm.py::test_values_and_gradients_equal_a_float64_formula[layer-True]
-- y = FUNCTIONS[self.kind](self, s.float())
-+ y = FUNCTIONS[self.kind](self, s)
-! model/test_norm.py::test_the_output_has_the_dtype_of_x_and_the_stream_is_the_rounded_sum
 @ model/rope.py
 - return self.cos[start : start + length], self.sin[start : start + length]
 + return self.cos[:length], self.sin[:length]
 ! model/test_decoder.py::test_decoding_with_a_cache_gives_the_same_logits
-- if start + length > len(self.cos):
-+ if start + length > len(self.cos) + 1:
-! model/test_rope.py::test_a_table_grows_with_the_text_to_what_a_complete_one_has
 @ model/lora.py
 - packed, scale = decoder.config.packed_matrices, fields["lora_alpha"] / fields["r"]
 + packed, scale = decoder.config.packed_matrices, fields["lora_alpha"]
@@ -83,16 +71,10 @@ TABLE = r"""
 + pass
 ! model/test_decoder.py::test_gradients_of_packed_documents_equal_those_of_one_document_a_row
 @ model/inspect.py
-- changed.weight.mul_(math.sqrt(s.shape[1]))
-+ pass
-! model/test_inspect.py::test_surgery_on_all_norms_changes_losses_as_in_a_float64_model[l2-pre]
 - fields = {"to_previous": nn.functional.pad(weights.diagonal(-1, 1, 2), (1, 0)), "to_first": weights[..., 0]}
 + fields = {"to_previous": nn.functional.pad(weights.diagonal(-1, 1, 2), (0, 1)), "to_first": weights[..., 0]}
 ! model/test_inspect.py::test_figures_are_those_of_hidden_states_and_attentions_in_transformers[Qwen2]
 @ model/config.py
-- if config.head_dim is None and config.hidden_size % heads:
-+ if config.hidden_size % heads:
-! model/test_config.py::test_a_head_dim_that_changes_nothing_gives_an_equal_configuration
 - "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
 + "qkv_proj": {"q_proj": q, "v_proj": kv, "k_proj": kv},
 ! checkpoints/test_transformers.py::test_a_saved_model_has_equal_logits_in_transformers_and_is_read_back_bit_equal
@@ -104,9 +86,6 @@ TABLE = r"""
 - if tensors is not None and name in tensors and tensors[name].read().any():
 + if False:
 ! checkpoints/test_transformers.py::test_a_model_trained_further_by_transformers_has_equal_logits_here
-- tie_word_embeddings=fields["tie_word_embeddings"] or False,
-+ tie_word_embeddings=True,
-! checkpoints/test_transformers.py::test_a_model_saved_by_transformers_has_equal_logits_here
 @ contrib/gguf.py
 - return source.read().unflatten(0, (heads, 2, -1))
 + return source.read().unflatten(0, (heads, -1, 2))
@@ -116,16 +95,10 @@ TABLE = r"""
 + tolerances = 2.0**-6 *
 ! contrib/test_same.py::test_a_fault_in_a_copy_is_named_in_all_programs
 @ contrib/programs.py
-- tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-+ tokenizer.encode(text, add_special_tokens=False)
-! contrib/test_same.py::test_a_good_directory_of_every_family_has_no_difference
 - "trust_remote_code": False}
 + "trust_remote_code": True}
 ! contrib/test_same.py::test_no_code_of_a_checkpoint_is_executed_and_nothing_is_unpickled
 @ training/session.py
-- if state.fixed.get(name, value) != value:
-+ if False:
-! training/test_resume.py::test_an_edited_file_of_settings_does_not_change_what_a_run_must_keep
 - checkpoint.load_moments(last, model, optimizer)
 + pass
 ! training/test_resume.py::test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit
@@ -146,16 +119,10 @@ TABLE = r"""
 - scaler.unscale_(optimizer)
 + pass
 ! training/test_step.py::test_clipping_scales_the_gradient_of_all_parameters_to_the_limit
-- if not math.isfinite(loss) or not (finite or scaler.is_enabled()):
-+ if not (finite or scaler.is_enabled()):
-! training/test_step.py::test_a_gradient_that_is_not_finite_leaves_the_weights_alone
 @ training/loop.py
 - is_best = validation_loss is not None and (best is None or validation_loss < best)
 + is_best = validation_loss is not None
 ! training/test_loop.py::test_a_loss_that_rises_twice_is_a_note_and_best_is_the_lowest
-- group["lr"] = lr * group["lr_multiplier"]
-+ group["lr"] = lr
-! training/test_loop.py::test_the_steps_report_what_the_run_logs_and_neither_print_nor_write
 - tokens=state.tokens + data.batch_size * data.sequence_length,
 + tokens=state.tokens + data.batch_size // processes.count * data.sequence_length,
 ! training/test_shard.py::test_two_processes_train_the_run_of_one_and_it_resumes_after_a_signal_or_a_kill
@@ -172,9 +139,6 @@ TABLE = r"""
 + kinds[:] = TRAIN
 ! data/test_batches.py::test_of_equal_documents_the_first_is_kept
 @ data/tokens.py
-- content.update(encoded)
-+ content = hashlib.blake2b(encoded, digest_size=8)
-! data/test_corpus.py::test_the_hash_of_a_document_is_that_of_its_complete_text_also_of_several_blocks
 - if not is_open:
 + if place == 0:
 ! data/test_batches.py::test_a_stream_is_the_chosen_documents_end_to_end
@@ -183,9 +147,6 @@ TABLE = r"""
 + byte_fallback=False,
 ! data/test_tokenizer.py::test_ids_and_texts_are_those_of_sentencepiece_for_any_text_and_ours_come_back_exactly
 @ data/chat.py
-- return re.sub("|".join(patterns), lambda match: match[0] + BREAK, text) if patterns else text
-+ return text
-! generation/test_chat.py::test_every_occurrence_of_a_token_is_broken_and_nothing_else_changes
 - learned |= (ends > start) & (begins < end)
 + learned |= (begins >= start) & (begins <= end)
 ! data/test_conversations.py::test_without_generation_blocks_answers_are_the_spans_that_were_marked_by_hand
@@ -197,9 +158,6 @@ TABLE = r"""
 - first = padding[b]
 + first = 0
 ! generation/test_cpu_step.py::test_logits_and_cache_equal_the_decoders
-- decoder.rope.grow(cache.max_length)
-+ pass
-! generation/test_cpu_step.py::test_positions_after_the_first_table_of_angles_and_scores_too_large_for_exp_are_right
 @ generation/generate.py
 - while count < min(self.cache.length, len(prompt) - 1) and self.tokens[count] == prompt[count]:
 + while count < min(self.cache.length, len(prompt) - 1):
@@ -212,17 +170,11 @@ TABLE = r"""
 - logprobs = following
 + pass
 ! serving/test_server.py::test_logprobs_of_an_answer_are_those_of_its_text_and_its_ids_continue_it
-- ids = [self.tokenizer.document_start, *self.tokenizer.encode(request.text)]
-+ ids = self.tokenizer.encode(request.text)
-! serving/test_inspect.py::test_the_reply_is_what_inspect_measures_and_surgery_changes
 @ generation/stream.py
 - for n in range(min(len(stop) - 1, len(text)), 0, -1)
 + for n in range(1, min(len(stop), len(text) + 1))
 ! generation/test_stream.py::test_only_a_possible_beginning_of_a_stop_string_is_held_back
 @ generation/sampling.py
-- return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-+ return torch.where(seen, logits / penalty, logits)
-! generation/test_sampling.py::test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_seen_tokens
 - (1 - torch.stack(uniform)) * sums[:, -1:]
 + 1 - torch.stack(uniform)
 ! generation/test_sampling.py::test_no_filtered_token_or_none_at_all_is_sampled_whatever_the_random_number_is
@@ -249,9 +201,6 @@ TABLE = r"""
 - distance, error = margin - abs(float(differences.mean())), standard_error(differences)
 + distance, error = margin - float(differences.mean()), standard_error(differences)
 ! ablation/test_stats.py::test_a_difference_as_large_as_the_margin_is_called_equivalent_in_at_most_5_of_100_studies
-- np.maximum.accumulate(np.minimum(1, (len(p) - np.arange(len(p))) * p[order]))
-+ np.minimum(1, (len(p) - np.arange(len(p))) * p[order])
-! ablation/test_stats.py::test_holm_multiplies_by_the_tests_left_and_never_falls
 """
 
 
