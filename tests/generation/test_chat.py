@@ -102,12 +102,7 @@ def test_sampling_is_what_the_generation_config_recommends(tmp_path, capsys, fie
     assert unused == ("no_repeat_ngram_size" in fields)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"temperature": "0.6"}, {"top_p": [1]}, {"min_p": float("nan")}, {"top_k": 2.5}, {"top_k": True}],
-    ids=str,
-)
-def test_a_recommendation_that_is_none_is_one_line(tmp_path, fields):
-    write(tmp_path / "generation_config.json", {"do_sample": True, **fields})
-    with pytest.raises(UserError, match=r"generation_config.json cannot be read \((top_|min_|temp)"):
+def test_a_recommendation_that_is_none_is_one_line(tmp_path):
+    write(tmp_path / "generation_config.json", {"do_sample": True, "top_p": [1]})
+    with pytest.raises(UserError, match=r"generation_config.json cannot be read \(top_p is \[1\] but must"):
         recommended_sampling(tmp_path)

@@ -13,13 +13,10 @@ import kernels
 from generation import steps
 from generation.steps import MAX_GPU_SEQUENCES, GpuDecodeStep, decode_step
 from model.cache import KeyValueCache
+from tests.checkpoints.test_transformers import YARN
 
 pytestmark = pytest.mark.skipif(kernels.gpu is None, reason="Triton is not installed")
 
-YARN = {
-    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": True,
-    "attention_factor": 1.3, "beta_fast": 4, "beta_slow": 0.5,
-}  # fmt: skip
 VARIANTS = {
     "rms": {},
     "layer, biases, qk norm, untied": {
@@ -83,11 +80,8 @@ def test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_com
     assert not exists()
     request.getfixturevalue("triton_kernels")
     assert exists(1) and exists(MAX_GPU_SEQUENCES) and exists(norm="layer") and not exists(MAX_GPU_SEQUENCES + 1)
-    others = [
-        {"mlp": "geglu"},
-        {"attention_output_bias": True},
-        *({"norm": norm} for norm in ("none", "srms", "offset")),
-    ]
+    others = [{"mlp": "geglu"}, {"attention_output_bias": True}]
+    others += [{"norm": norm} for norm in ("none", "srms", "offset")]
     others += [{"norm_placement": placement} for placement in ("post", "sandwich", "output")]
     assert not any(exists(**changes) for changes in others)
 

@@ -42,9 +42,8 @@ def test_heads_are_multiplied_by_complex_numbers_and_so_are_gradients(kernel, dr
     positions = torch.arange(50, 50 + T)
     if with_norm:  # each sequence at its own positions
         positions = torch.stack((positions, torch.arange(T)))
-    assert_exact(
-        *pair(kernel, angles_at(positions)), inputs, [draw(B, T, heads, D, dtype=dtype) for heads in (H, K, K)]
-    )
+    upstream = [draw(B, T, heads, D, dtype=dtype) for heads in (H, K, K)]
+    assert_exact(*pair(kernel, angles_at(positions)), inputs, upstream)
 
 
 SHAPES = {  # heads of q and of k, width of a head, sequences, length: blocks of tokens end inside sequences
