@@ -210,11 +210,6 @@ class Mutation(NamedTuple):
     new: str
     test: str
 
-    @property
-    def is_found(self) -> bool:
-        """Whether the file has `old` exactly once."""
-        return (ROOT / self.file).read_text(encoding="utf-8").count(self.old) == 1
-
 
 MUTATIONS, changes = [], []
 for line in TABLE.strip().splitlines():
@@ -239,37 +234,30 @@ def run_tests(folder: Path, *tests: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
-def outcome(folder: Path, mutation: Mutation) -> str:
-    """What the test makes of a mutation: "killed" is what it should be."""
-    path = folder / mutation.file
-    text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
-    status = run_tests(folder, mutation.test).returncode
-    path.write_text(text, encoding="utf-8")
-    # 1 is a failed test; 2 to 5 are files that cannot be imported, and tests that do not exist.
-    return {0: "SURVIVED", 1: "killed"}.get(status, f"the test did not run: pytest exits with {status}")
-
-
 def main(pattern: str = "") -> int:
     """Try the mutations that PATTERN matches, and print a line for each; returns the exit status."""
     chosen = [m for m in MUTATIONS if re.search(pattern, f"{m.file}: {m.old} {m.test}")]
-    killed = 0
+    results = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
         tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for file in filter(lambda file: (ROOT / file).is_file(), tracked.split("\0")):
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / file, folder / file)
-        unchanged = run_tests(folder, *dict.fromkeys(mutation.test for mutation in chosen))
+            (Path(name) / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, Path(name) / file)
+        unchanged = run_tests(Path(name), *dict.fromkeys(mutation.test for mutation in chosen))
         if unchanged.returncode:
             print(f"{unchanged.stdout[-3000:]}\nwithout a mutation, the tests have to pass")
             return 1
         for mutation in chosen:
-            result = outcome(folder, mutation)
-            killed += result == "killed"
-            print(f"{result:8} {mutation.file}: {mutation.new}", flush=True)
-    print(f"{killed} of {len(chosen)} killed")
-    return int(killed < len(chosen))
+            path = Path(name) / mutation.file
+            text = path.read_text(encoding="utf-8")
+            path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
+            status = run_tests(Path(name), mutation.test).returncode
+            path.write_text(text, encoding="utf-8")
+            # 1 is a failed test; 2 to 5 are files that cannot be imported, and tests that do not exist.
+            results.append({0: "SURVIVED", 1: "killed"}.get(status, f"not run: pytest exits with {status}"))
+            print(f"{results[-1]:8} {mutation.file}: {mutation.new}", flush=True)
+    print(f"{results.count('killed')} of {len(chosen)} killed")
+    return int(results.count("killed") < len(chosen))
 
 
 if __name__ == "__main__":
