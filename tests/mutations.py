@@ -38,10 +38,6 @@ TABLE = r"""
 -         angle = batch * angle_stride + position * HALF + pair
 +         angle = position * HALF + pair
 ! kernels/test_rotary.py::test_heads_are_multiplied_by_complex_numbers_and_so_are_gradients[triton-True-dtype1]
-@ kernels/activation.py
-- dgate = dhidden * up * (p + silu * (1 - p))
-+ dgate = dhidden * up * (p + silu * p)
-! kernels/test_swiglu.py::test_silu_and_product_are_rounded_once_in_both_passes[triton-dtype0-3-704]
 @ kernels/cross_entropy.py
 - total = total * tl.exp(before - largest) + tl.sum(tl.exp(logits - largest[:, None]), axis=1)
 + total = total + tl.sum(tl.exp(logits - largest[:, None]), axis=1)
@@ -62,10 +58,6 @@ TABLE = r"""
 - if chosen is kernels.gpu and not config.attention_output_bias:
 + if chosen is kernels.gpu:
 ! generation/test_steps.py::test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_computes
-@ model/mlp.py
-- return kernels.swiglu_mlp(x, self.gate_up_proj.weight, self.down_proj.weight)
-+ return kernels.swiglu_mlp(x, self.gate_up_proj.weight.flip(0), self.down_proj.weight)
-! model/test_decoder.py::test_logits_equal_those_of_a_plain_float64_implementation
 @ model/attention.py
 - mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])  # (B, 1, T, T)
 + pass
@@ -130,10 +122,6 @@ TABLE = r"""
 - update = parameter.grad.lerp(momentum, MOMENTUM)
 + update = momentum
 ! training/test_optimizer.py::test_steps_equal_the_definition_in_float64_and_those_of_all_other_parameters_adamw
-@ training/schedule.py
-- return settings.learning_rate * (step + 1) / warmup
-+ return settings.learning_rate * step / warmup
-! training/test_step.py::test_warm_up_rises_linearly_to_the_peak
 @ data/split.py
 - kinds[first] = TRAIN
 + kinds[:] = TRAIN
@@ -185,14 +173,6 @@ TABLE = r"""
 - for name in programs if turn % 2 else reversed(programs):
 + for name in programs:
 ! benchmarks/test_benchmarks.py::test_blocks_take_turns_in_an_order_that_reverses_after_every_turn
-@ benchmarks/training.py
-- elif norm == "rms":
-+ elif norm == "layer":
-! benchmarks/test_benchmarks.py::test_norms_take_turns_in_every_variant_and_transformers_has_rmsnorm_alone
-@ benchmarks/kernels.py
-- 2 * rotated, 2 * packed + rotated
-+ 2 * rotated, 2 * packed
-! benchmarks/test_benchmarks.py::test_the_baselines_of_a_case_compute_what_ours_does_and_are_timed_in_all_parts
 @ studies/claims.py
 - (spread - base).dropna()
 + (base - spread).dropna()
