@@ -22,10 +22,6 @@ TABLE = r"""
 - y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
 + y = y / (y.square().mean(-1, keepdim=True).sqrt() + eps)
 ! kernels/test_norm.py::test_output_and_gradients_equal_float64
-@ kernels/__init__.py
-- if _choice == "triton" or (_choice == "auto" and runs_triton):
-+ if _choice == "triton":
-! kernels/test_triton.py::test_the_chosen_implementation_runs_and_is_described
 @ kernels/norm.py
 - mean = tl.sum(s, 1, keep_dims=True) / width
 + mean = tl.sum(s, 1, keep_dims=True) / BLOCK
@@ -54,10 +50,6 @@ TABLE = r"""
 - packed, scale = decoder.config.packed_matrices, fields["lora_alpha"] / fields["r"]
 + packed, scale = decoder.config.packed_matrices, fields["lora_alpha"]
 ! model/test_lora.py::test_logits_and_gradients_equal_those_of_peft_on_the_same_base
-@ generation/steps.py
-- if chosen is kernels.gpu and not config.attention_output_bias:
-+ if chosen is kernels.gpu:
-! generation/test_steps.py::test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_computes
 @ model/attention.py
 - mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])  # (B, 1, T, T)
 + pass
@@ -93,7 +85,7 @@ TABLE = r"""
 @ training/session.py
 - checkpoint.load_moments(last, model, optimizer)
 + pass
-! training/test_resume.py::test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit
+! training/test_resume.py::test_16_steps_equal_8_and_8_resumed
 @ training/checkpoint.py
 - if not is_complete(target) and is_complete(candidate):
 + if is_complete(candidate):
@@ -122,10 +114,6 @@ TABLE = r"""
 - update = parameter.grad.lerp(momentum, MOMENTUM)
 + update = momentum
 ! training/test_optimizer.py::test_steps_equal_the_definition_in_float64_and_those_of_all_other_parameters_adamw
-@ data/split.py
-- kinds[first] = TRAIN
-+ kinds[:] = TRAIN
-! data/test_batches.py::test_of_equal_documents_the_first_is_kept
 @ data/tokens.py
 - if not is_open:
 + if place == 0:
@@ -173,10 +161,6 @@ TABLE = r"""
 - for name in programs if turn % 2 else reversed(programs):
 + for name in programs:
 ! benchmarks/test_benchmarks.py::test_blocks_take_turns_in_an_order_that_reverses_after_every_turn
-@ studies/claims.py
-- (spread - base).dropna()
-+ (base - spread).dropna()
-! test_readme.py::test_the_tables_of_a_document_are_what_the_records_give[claims.md]
 @ ablation/stats.py
 - distance, error = margin - abs(float(differences.mean())), standard_error(differences)
 + distance, error = margin - float(differences.mean()), standard_error(differences)
