@@ -3,6 +3,7 @@
 import http.server
 import importlib.util
 import json
+import math
 import os
 import shutil
 import struct
@@ -75,35 +76,27 @@ def read_llama2c(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
     content = path.read_bytes()
     config = dict(zip(SHAPE, struct.unpack("<7i", content[:28]), strict=True))
     hidden, ffn, layers, heads, kv_heads, vocab, _ = config.values()
-    values, position = np.frombuffer(content, dtype="<f4", offset=28), 0
-    width, kv_rows = hidden // heads, kv_heads * (hidden // heads)
-
-    def take(*shape: int) -> np.ndarray:
-        nonlocal position
-        position += int(np.prod(shape))
-        return values[position - int(np.prod(shape)) : position].reshape(shape)
-
-    def half_split(rows: np.ndarray) -> np.ndarray:
-        """Reorder the rows of each head from pairs (2i, 2i + 1) to pairs (i, i + d/2)."""
-        return rows.reshape(-1, width // 2, 2, hidden).swapaxes(1, 2).reshape(-1, hidden)
-
-    tensors = {"model.embed_tokens.weight": take(vocab, hidden)}
-    stacked = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (kv_rows, hidden),
-        "self_attn.v_proj": (kv_rows, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (ffn, hidden),
-        "mlp.down_proj": (hidden, ffn),
-        "mlp.up_proj": (ffn, hidden),
+    half, kv_rows = hidden // heads // 2, kv_heads * hidden // heads
+    shapes = {
+        "embed_tokens": (vocab, hidden),
+        "layers.{}.input_layernorm": (layers, hidden),
+        "layers.{}.self_attn.q_proj": (layers, hidden, hidden),
+        "layers.{}.self_attn.k_proj": (layers, kv_rows, hidden),
+        "layers.{}.self_attn.v_proj": (layers, kv_rows, hidden),
+        "layers.{}.self_attn.o_proj": (layers, hidden, hidden),
+        "layers.{}.post_attention_layernorm": (layers, hidden),
+        "layers.{}.mlp.gate_proj": (layers, ffn, hidden),
+        "layers.{}.mlp.down_proj": (layers, hidden, ffn),
+        "layers.{}.mlp.up_proj": (layers, ffn, hidden),
+        "norm": (hidden,),
     }
-    for name, shape in stacked.items():
-        for index, tensor in enumerate(take(layers, *shape)):
-            rotated = name in ("self_attn.q_proj", "self_attn.k_proj")
-            tensors[f"model.layers.{index}.{name}.weight"] = half_split(tensor) if rotated else tensor
-    tensors["model.norm.weight"] = take(hidden)
+    values, tensors = np.frombuffer(content, dtype="<f4", offset=28), {}
+    for name, shape in shapes.items():
+        stack, values = values[: math.prod(shape)].reshape(shape), values[math.prod(shape) :]
+        for index, tensor in enumerate(stack if "{}" in name else [stack]):
+            if name.endswith(("q_proj", "k_proj")):  # the rows of a head: from pairs (2i, 2i + 1) to (i, i + d/2)
+                tensor = tensor.reshape(-1, half, 2, hidden).swapaxes(1, 2).reshape(-1, hidden)
+            tensors[f"model.{name.format(index)}.weight"] = np.ascontiguousarray(tensor)
     config |= {"model_type": "llama", "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
     return config | {"bos_token_id": 1, "eos_token_id": 2}, tensors
 
@@ -124,8 +117,7 @@ def stories260k_directory(shared: Path, tmp_path_factory) -> Path:
     directory = tmp_path_factory.mktemp("stories260K")
     config, tensors = read_llama2c(shared / "stories260K" / "stories260K.bin")
     (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    save_file(contiguous, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     shutil.copy(shared / "stories260K" / "tok512.model", directory / "tokenizer.model")
     return directory
 

@@ -34,22 +34,16 @@ def make(text: Path, tokens: int) -> None:
     os.truncate(table.with_suffix(".bin"), tokens * 2)
 
 
-def measure(tokens: int) -> None:
-    """Print how long the text takes to open, and the memory after a thousand batches."""
-    with tempfile.TemporaryDirectory() as name:
-        text = Path(name) / "text.txt"
-        if os.fork() == 0:  # the memory that this takes is not in the figures
-            make(text, tokens)
-            os._exit(0)
-        assert os.wait()[1] == 0
-        began = time.perf_counter()
-        opened = prepare(text)
-        seconds = time.perf_counter() - began
-        for step in range(1000):
-            batch(opened.train, seed=1, first=8 * step, size=8, sequence_length=512)
-        memory = psutil.Process().memory_full_info().uss / 1e6
-        print(f"{len(opened.train):,} tokens: {seconds:.2f} s to open, {memory:.1f} MB of private memory")
-
-
-if __name__ == "__main__":
-    measure(int(float(sys.argv[2])))
+with tempfile.TemporaryDirectory() as name:
+    text = Path(name) / "text.txt"
+    if os.fork() == 0:  # the memory that this takes is not in the figures
+        make(text, int(float(sys.argv[2])))
+        os._exit(0)
+    assert os.wait()[1] == 0
+    began = time.perf_counter()
+    opened = prepare(text)
+    seconds = time.perf_counter() - began
+    for step in range(1000):
+        batch(opened.train, seed=1, first=8 * step, size=8, sequence_length=512)
+    memory = psutil.Process().memory_full_info().uss / 1e6
+    print(f"{len(opened.train):,} tokens: {seconds:.2f} s to open, {memory:.1f} MB of private memory")

@@ -22,118 +22,43 @@ TABLE = r"""
 - y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
 + y = y / (y.square().mean(-1, keepdim=True).sqrt() + eps)
 ! kernels/test_norm.py::test_output_and_gradients_equal_float64
-- return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(qkv.dtype)
-+ return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1).to(qkv.dtype)
-! kernels/test_rotary.py::test_queries_and_keys_are_multiplied_by_complex_numbers_at_any_position
-- return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups > 1)
-+ return F.scaled_dot_product_attention(q, k, v, is_causal=False, enable_gqa=groups > 1)
-! kernels/test_attention.py::test_output_and_gradients_equal_the_float64_definition
-@ kernels/__init__.py
-- if _choice == "triton" or (_choice == "auto" and runs_triton):
-+ if _choice == "triton":
-! kernels/test_triton.py::test_the_chosen_implementation_runs_and_is_described
 @ kernels/norm.py
 - mean = tl.sum(s, 1, keep_dims=True) / width
 + mean = tl.sum(s, 1, keep_dims=True) / BLOCK
 ! kernels/test_norm.py::test_half_precision_is_rounded_once_and_squares_do_not_overflow
-- dx = h - xhat * mean_h_xhat
-+ dx = dy - xhat * mean_h_xhat
-! kernels/test_norm.py::test_output_and_gradients_equal_float64
 @ kernels/cpu.py
-- rows = s.to(torch.float32, copy=True)
-+ rows = s.clone()
-! kernels/test_norm.py::test_half_precision_is_rounded_once_and_squares_do_not_overflow
 - ds.add_((grad @ weight)[..., None].mul_(rstd).div_(width))
 + ds.add_((grad @ weight)[..., None].div_(width))
 ! kernels/test_norm.py::test_output_and_gradients_equal_float64
-- grad = (grad * counted)[:, None]
-+ grad = grad[:, None]
-! kernels/test_cross_entropy.py::test_losses_and_gradients_equal_the_float64_definition
-- return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
-+ return torch.ops.aten.silu_backward(grad, gate), F.silu(gate).mul_(grad)
-! kernels/test_swiglu.py::test_silu_and_product_are_rounded_once_in_both_passes[cpu-dtype0-3-704]
 @ kernels/rope.py
-- da, db = a * cos + b * sin, b * cos - a * sin
-+ da, db = a * cos - b * sin, b * cos + a * sin
 -         angle = batch * angle_stride + position * HALF + pair
 +         angle = position * HALF + pair
-! kernels/test_rotary.py::test_gradients_equal_those_of_the_float64_definition[triton-False-dtype0]
-@ kernels/activation.py
-- dgate = dhidden * up * (p + silu * (1 - p))
-+ dgate = dhidden * up * (p + silu * p)
-! kernels/test_swiglu.py::test_silu_and_product_are_rounded_once_in_both_passes[triton-dtype0-3-704]
+! kernels/test_rotary.py::test_heads_are_multiplied_by_complex_numbers_and_so_are_gradients[triton-True-dtype1]
 @ kernels/cross_entropy.py
 - total = total * tl.exp(before - largest) + tl.sum(tl.exp(logits - largest[:, None]), axis=1)
 + total = total + tl.sum(tl.exp(logits - largest[:, None]), axis=1)
 ! kernels/test_triton_loss.py::test_rows_of_any_length_with_logits_of_80_are_exact_to_float32[4099]
-- targets = targets.contiguous()
-+ pass
-! kernels/test_cross_entropy.py::test_the_weighted_sum_is_a_scalar_with_the_gradients_of_float64
 @ model/norm.py
 - return kernels.normalize(x, weight, self.bias, residual, kind=FUSED[self.kind], eps=self.eps)
 + return kernels.normalize(x, weight, self.bias, residual, kind="rms", eps=self.eps)
 ! model/test_norm.py::test_values_and_gradients_equal_a_float64_formula[layer-True]
-- return kernels.normalize(x, weight, self.bias, residual, kind=FUSED[self.kind], eps=self.eps)
-+ return kernels.normalize(x, weight, None, residual, kind=FUSED[self.kind], eps=self.eps)
-! model/test_norm.py::test_values_and_gradients_equal_a_float64_formula[rms-True]
-- y = self.normalize(s.float())
-+ y = self.normalize(s)
-! model/test_norm.py::test_the_output_has_the_dtype_of_x_and_the_stream_is_the_rounded_sum
-- self.training, MOMENTUM, self.eps)
-+ self.training, MOMENTUM)
-! model/test_norm.py::test_values_and_gradients_equal_a_float64_formula[batch-True]
 @ model/rope.py
 - return self.cos[start : start + length], self.sin[start : start + length]
 + return self.cos[:length], self.sin[:length]
 ! model/test_decoder.py::test_decoding_with_a_cache_gives_the_same_logits
-- if start + length > len(self.cos):
-+ if start + length > len(self.cos) + 1:
-! model/test_rope.py::test_a_table_grows_with_the_text_to_what_a_complete_one_has
-- first, last = max(first, 0), min(last, config.resolved_head_dim - 1)
-+ first, last = max(first, 0), min(last, config.resolved_head_dim)
-! model/test_rope.py::test_any_scaling_has_the_frequencies_of_transformers_also_with_ramps_beyond_the_pairs
 @ model/lora.py
-- return kernels.linear(x, self.weight, self.bias) + torch.cat(update, dim=-1)
-+ return kernels.linear(x, self.weight) + torch.cat(update, dim=-1)
-! model/test_lora.py::test_a_new_adapter_changes_nothing_and_is_a_function_of_the_seed
 - packed, scale = decoder.config.packed_matrices, fields["lora_alpha"] / fields["r"]
 + packed, scale = decoder.config.packed_matrices, fields["lora_alpha"]
 ! model/test_lora.py::test_logits_and_gradients_equal_those_of_peft_on_the_same_base
-@ generation/steps.py
-- if chosen is kernels.gpu and not config.attention_output_bias:
-+ if chosen is kernels.gpu:
-! generation/test_steps.py::test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_computes
-@ model/mlp.py
-- return kernels.swiglu_mlp(x, self.gate_up_proj.weight, self.down_proj.weight)
-+ return kernels.swiglu_mlp(x, self.gate_up_proj.weight.flip(0), self.down_proj.weight)
-! model/test_decoder.py::test_logits_equal_those_of_a_plain_float64_implementation
 @ model/attention.py
 - mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])  # (B, 1, T, T)
 + pass
 ! model/test_decoder.py::test_gradients_of_packed_documents_equal_those_of_one_document_a_row
-- mask = mask & ((keys >= padding[:, None, None, None]) | (keys == queries))
-+ mask = mask & ((keys > padding[:, None, None, None]) | (keys == queries))
-! model/test_decoder.py::test_attention_masks_are_as_drawn_in_the_docstring
 @ model/inspect.py
-- x, _ = decoder.norm.forward(x, residual)  # without its hook
-+ x, _ = decoder.norm(x, residual)
-! model/test_inspect.py::test_every_norm_and_placement_has_the_figures_of_a_float64_model[rms-pre]
-- changed.weight.mul_(math.sqrt(s.shape[1]))
-+ pass
-! model/test_inspect.py::test_surgery_on_all_norms_changes_losses_as_in_a_float64_model[l2-pre]
-- at_the_end.callback(decoder.train, decoder.training)
-+ pass
-! model/test_inspect.py::test_the_decoder_is_left_as_it_was_and_evaluated_in_float32_whatever_its_dtypes_and_mode[batch]
 - fields = {"to_previous": nn.functional.pad(weights.diagonal(-1, 1, 2), (1, 0)), "to_first": weights[..., 0]}
 + fields = {"to_previous": nn.functional.pad(weights.diagonal(-1, 1, 2), (0, 1)), "to_first": weights[..., 0]}
 ! model/test_inspect.py::test_figures_are_those_of_hidden_states_and_attentions_in_transformers[Qwen2]
 @ model/config.py
-- if self.head_dim is None and width % heads:
-+ if width % heads:
-! model/test_config.py::test_a_head_dim_that_changes_nothing_gives_an_equal_configuration
-- if type(value) not in (int, float) or not 0 < value < 1e9:
-+ if not 0 < value < 1e9:
-! model/test_config.py::test_an_impossible_configuration_is_an_error_that_says_how_to_fix_it
 - "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
 + "qkv_proj": {"q_proj": q, "v_proj": kv, "k_proj": kv},
 ! checkpoints/test_transformers.py::test_a_saved_model_has_equal_logits_in_transformers_and_is_read_back_bit_equal
@@ -141,19 +66,10 @@ TABLE = r"""
 - x, residual = self.post_attention_layernorm(x, residual)
 + x, _ = self.post_attention_layernorm(x, residual)
 ! model/test_decoder.py::test_logits_equal_those_of_a_plain_float64_implementation
-- if self.activation_checkpointing and torch.is_grad_enabled():
-+ if False:
-! model/test_decoder.py::test_activation_checkpointing_gives_the_same_gradients_bit_for_bit
 @ checkpoints/families.py
 - if tensors is not None and name in tensors and tensors[name].read().any():
 + if False:
 ! checkpoints/test_transformers.py::test_a_model_trained_further_by_transformers_has_equal_logits_here
-- fields[family.qkv_bias] = config.attention_bias
-+ fields[family.qkv_bias] = False
-! checkpoints/test_transformers.py::test_a_saved_model_has_equal_logits_in_transformers_and_is_read_back_bit_equal
-- tie_word_embeddings=fields["tie_word_embeddings"] or False,
-+ tie_word_embeddings=True,
-! checkpoints/test_transformers.py::test_a_model_saved_by_transformers_has_equal_logits_here
 @ contrib/gguf.py
 - return source.read().unflatten(0, (heads, 2, -1))
 + return source.read().unflatten(0, (heads, -1, 2))
@@ -162,73 +78,35 @@ TABLE = r"""
 - tolerances = 2 * 2.0**-24 *
 + tolerances = 2.0**-6 *
 ! contrib/test_same.py::test_a_fault_in_a_copy_is_named_in_all_programs
-- different = ~(np.linalg.norm(theirs - ours, axis=1) <= tolerances)
-+ different = np.linalg.norm(theirs - ours, axis=1) > tolerances
-! contrib/test_same.py::test_logits_that_are_not_finite_or_too_many_are_differences
 @ contrib/programs.py
-- tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
-+ tokenizer.encode(text, add_special_tokens=False)
-! contrib/test_same.py::test_a_good_directory_of_every_family_has_no_difference
 - "trust_remote_code": False}
 + "trust_remote_code": True}
 ! contrib/test_same.py::test_no_code_of_a_checkpoint_is_executed_and_nothing_is_unpickled
-- decoder = peft.PeftModel.from_pretrained(decoder, adapter)
-+ peft.PeftModel.from_pretrained(decoder, adapter).unload()
-! contrib/test_same.py::test_an_adapter_is_asked_in_peft_and_half_of_its_alpha_is_found
 @ training/session.py
-- if state.fixed.get(name, value) != value:
-+ if False:
-! training/test_resume.py::test_an_edited_file_of_settings_does_not_change_what_a_run_must_keep
-- saves=(state.step, state.seconds),
-+ saves=None,
-! training/test_shard.py::test_processes_must_be_given_equal_texts_tokenizers_settings_and_saves
 - checkpoint.load_moments(last, model, optimizer)
 + pass
-! training/test_resume.py::test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit
+! training/test_resume.py::test_16_steps_equal_8_and_8_resumed
 @ training/checkpoint.py
-- value = value.to(parameters[name].device, copy=True)
-+ value = torch.zeros_like(value, device=parameters[name].device)
-! training/test_resume.py::test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit
 - if not is_complete(target) and is_complete(candidate):
 + if is_complete(candidate):
 - target.rename(old)
 + shutil.rmtree(target)
 ! training/test_crash_points.py::test_a_save_killed_at_any_rename_leaves_a_complete_checkpoint
 @ data/batches.py
-- np.random.SeedSequence([seed, epoch])
-+ np.random.SeedSequence([seed, 0])
 - *keys, offset = np.random.SeedSequence([seed, epoch])
 + *keys, offset = np.random.SeedSequence([seed + epoch])
 ! data/test_batches.py::test_an_epoch_takes_every_window_once_in_another_order_each_time
 @ training/step.py
 - predicted = sum(int((targets != IGNORED).sum()) for _, targets, *_ in micro_batches)
 + predicted = sum(targets.numel() for _, targets, *_ in micro_batches)
-- total += loss.detach()
-+ total = loss.detach()
 ! training/test_step.py::test_the_gradient_is_that_of_the_mean_over_all_predicted_tokens_in_any_number_of_micro_batches
-- nn.utils.clip_grads_with_norm_(trained, clip, norm)
-+ [nn.utils.clip_grad_norm_(parameter, clip) for parameter in trained]
 - scaler.unscale_(optimizer)
 + pass
 ! training/test_step.py::test_clipping_scales_the_gradient_of_all_parameters_to_the_limit
-- return loss, norm.item() if finite else math.inf
-+ return loss, norm.item()
-- if not math.isfinite(loss) or not (finite or scaler.is_enabled()):
-+ if not (finite or scaler.is_enabled()):
-! training/test_step.py::test_a_gradient_that_is_not_finite_leaves_the_weights_alone
 @ training/loop.py
 - is_best = validation_loss is not None and (best is None or validation_loss < best)
 + is_best = validation_loss is not None
 ! training/test_loop.py::test_a_loss_that_rises_twice_is_a_note_and_best_is_the_lowest
-- group["lr"] = lr * group["lr_multiplier"]
-+ group["lr"] = lr
-! training/test_loop.py::test_the_steps_report_what_the_run_logs_and_neither_print_nor_write
-- if settings.run.init_from is not None and not resume:
-+ if settings.run.init_from is not None:
-! training/test_init_from.py::test_a_run_keeps_the_generation_config_of_its_parent_and_writes_one_if_it_has_none
-- seconds=state.seconds + seconds,
-+ seconds=seconds,
-! training/test_loop.py::test_the_steps_report_what_the_run_logs_and_neither_print_nor_write
 - tokens=state.tokens + data.batch_size * data.sequence_length,
 + tokens=state.tokens + data.batch_size // processes.count * data.sequence_length,
 ! training/test_shard.py::test_two_processes_train_the_run_of_one_and_it_resumes_after_a_signal_or_a_kill
@@ -236,38 +114,15 @@ TABLE = r"""
 - update = parameter.grad.lerp(momentum, MOMENTUM)
 + update = momentum
 ! training/test_optimizer.py::test_steps_equal_the_definition_in_float64_and_those_of_all_other_parameters_adamw
-@ training/schedule.py
-- return settings.learning_rate * (step + 1) / warmup
-+ return settings.learning_rate * step / warmup
-! training/test_step.py::test_warm_up_rises_linearly_to_the_peak
-@ data/split.py
-- kinds[first] = TRAIN
-+ kinds[:] = TRAIN
-! data/test_batches.py::test_of_equal_documents_the_first_is_kept
-- most = 2 * min(settings.validation_fraction * float(table["bytes"][first].sum()), MAX_VALIDATION)
-+ most = 2 * min(settings.validation_fraction * float(table["bytes"].sum()), MAX_VALIDATION)
-! data/test_batches.py::test_one_huge_document_is_not_for_validation
 @ data/tokens.py
-- content.update(encoded)
-+ content = hashlib.blake2b(encoded, digest_size=8)
-! data/test_corpus.py::test_the_hash_of_a_document_is_that_of_its_complete_text_also_of_several_blocks
 - if not is_open:
 + if place == 0:
 ! data/test_batches.py::test_a_stream_is_the_chosen_documents_end_to_end
-- return self.path.with_suffix(".docs").is_file() and self.path.is_file()
-+ return self.path.is_file()
-! data/test_corpus.py::test_what_is_missing_in_the_cache_and_a_damaged_tokenizer_are_made_anew
 @ data/train_tokenizer.py
-- read_model(tokenizer.files["tokenizer.model"])
-+ pass
-! data/test_corpus.py::test_what_is_missing_in_the_cache_and_a_damaged_tokenizer_are_made_anew
 - byte_fallback=True,
 + byte_fallback=False,
 ! data/test_tokenizer.py::test_ids_and_texts_are_those_of_sentencepiece_for_any_text_and_ours_come_back_exactly
 @ data/chat.py
-- return re.sub("|".join(patterns), lambda match: match[0] + BREAK, text) if patterns else text
-+ return text
-! generation/test_chat.py::test_every_occurrence_of_a_token_is_broken_and_nothing_else_changes
 - learned |= (ends > start) & (begins < end)
 + learned |= (begins >= start) & (begins <= end)
 ! data/test_conversations.py::test_without_generation_blocks_answers_are_the_spans_that_were_marked_by_hand
@@ -279,18 +134,10 @@ TABLE = r"""
 - first = padding[b]
 + first = 0
 ! generation/test_cpu_step.py::test_logits_and_cache_equal_the_decoders
-- p = math.exp(scores[s] - largest)
-+ p = math.exp(scores[s])
-- decoder.rope.grow(cache.max_length)
-+ pass
-! generation/test_cpu_step.py::test_positions_after_the_first_table_of_angles_and_scores_too_large_for_exp_are_right
 @ generation/generate.py
 - while count < min(self.cache.length, len(prompt) - 1) and self.tokens[count] == prompt[count]:
 + while count < min(self.cache.length, len(prompt) - 1):
 ! generation/test_conversation.py::test_answers_are_those_of_a_fresh_cache_but_only_new_tokens_are_computed
-- padding = padding.clamp(min=cache.length + 1 - context)
-+ pass
-! generation/test_generate.py::test_fused_decoding_gives_the_same_tokens_to_the_end_of_the_context
 @ generation/conversation.py
 - while len(prompt) > room and len(messages) > 1:
 + while len(prompt) > self.context and len(messages) > 1:
@@ -299,74 +146,25 @@ TABLE = r"""
 - logprobs = following
 + pass
 ! serving/test_server.py::test_logprobs_of_an_answer_are_those_of_its_text_and_its_ids_continue_it
-- ids = [self.tokenizer.document_start, *self.tokenizer.encode(request.text)]
-+ ids = self.tokenizer.encode(request.text)
-- surgery(self.decoder, ids, request.change, request.norm)
-+ surgery(self.decoder, ids, request.change)
-! serving/test_inspect.py::test_the_reply_is_what_inspect_measures_and_surgery_changes
 @ generation/stream.py
-- incomplete = min(len(text) - len(text.rstrip(REPLACEMENT)), 3)
-+ incomplete = len(text) - len(text.rstrip(REPLACEMENT))
-! generation/test_stream.py::test_an_emoji_of_byte_tokens_is_returned_with_its_last_byte_and_bytes_of_none_after_three
 - for n in range(min(len(stop) - 1, len(text)), 0, -1)
 + for n in range(1, min(len(stop), len(text) + 1))
 ! generation/test_stream.py::test_only_a_possible_beginning_of_a_stop_string_is_held_back
 @ generation/sampling.py
-- return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
-+ return torch.where(seen, logits / penalty, logits)
-! generation/test_sampling.py::test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_seen_tokens
-- return (logits - logits.amax(-1, keepdim=True)) / max(temperature, torch.finfo(torch.float32).tiny)
-+ return (logits - logits.amax(-1, keepdim=True)) * max(temperature, torch.finfo(torch.float32).tiny)
-- return (logits - logits.amax(-1, keepdim=True)) / max(
-+ return logits / max(
-! generation/test_sampling.py::test_temperature_divides_the_logits
-- if sampling.top_p < 1:
-+ if sampling.top_p < 0.9:
-! generation/test_sampling.py::test_a_filter_keeps_the_tokens_of_its_reference_and_their_logits[top_p]
 - (1 - torch.stack(uniform)) * sums[:, -1:]
 + 1 - torch.stack(uniform)
 ! generation/test_sampling.py::test_no_filtered_token_or_none_at_all_is_sampled_whatever_the_random_number_is
-- logits.topk(min(sampling.top_k, logits.shape[-1]))
-+ logits.topk(min(sampling.top_k + 1, logits.shape[-1]))
-! generation/test_sampling.py::test_a_filter_keeps_the_tokens_of_its_reference_and_their_logits[top_k]
 - dropped = (mass_before >= p) & (mass_before > 0)
 + dropped = (mass_before > p) & (mass_before > 0)
 ! generation/test_sampling.py::test_top_p_keeps_no_more_tokens_when_their_probability_is_exactly_p
-- return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + math.log(p), -math.inf)
-+ return logits.masked_fill(logits.softmax(-1) < p, -math.inf)
-! generation/test_sampling.py::test_a_filter_keeps_the_tokens_of_its_reference_and_their_logits[min_p]
 @ benchmarks/timing.py
 - for name in programs if turn % 2 else reversed(programs):
 + for name in programs:
 ! benchmarks/test_benchmarks.py::test_blocks_take_turns_in_an_order_that_reverses_after_every_turn
-- ratios = [first_seconds / seconds for first_seconds, seconds in pairs]
-+ ratios = [seconds / first_seconds for first_seconds, seconds in pairs]
-! benchmarks/test_benchmarks.py::test_a_row_has_medians_tokens_per_second_share_of_the_limit_and_ratios_within_turns
-@ benchmarks/training.py
-- elif norm == "rms":
-+ elif norm == "layer":
-! benchmarks/test_benchmarks.py::test_norms_take_turns_in_every_variant_and_transformers_has_rmsnorm_alone
-@ benchmarks/kernels.py
-- 2 * rotated, 2 * packed + rotated
-+ 2 * rotated, 2 * packed
-! benchmarks/test_benchmarks.py::test_the_baselines_of_a_case_compute_what_ours_does_and_are_timed_in_all_parts
-@ studies/claims.py
-- inside = effect.interval_90 if two_sided else effect.interval
-+ inside = effect.interval
-! studies/test_studies.py::test_a_claim_holds_inside_its_region_does_not_outside_and_is_inconclusive_at_its_ends
-- (spread - base).dropna()
-+ (base - spread).dropna()
-! test_readme.py::test_the_tables_of_a_document_are_what_the_records_give[claims.md]
 @ ablation/stats.py
-- float(values.std(ddof=1) / np.sqrt(len(values)))
-+ float(values.std(ddof=0) / np.sqrt(len(values)))
-! ablation/test_stats.py::test_a_mean_effect_is_what_hand_and_table_give
 - distance, error = margin - abs(float(differences.mean())), standard_error(differences)
 + distance, error = margin - float(differences.mean()), standard_error(differences)
 ! ablation/test_stats.py::test_a_difference_as_large_as_the_margin_is_called_equivalent_in_at_most_5_of_100_studies
-- np.maximum.accumulate(np.minimum(1, (len(p) - np.arange(len(p))) * p[order]))
-+ np.minimum(1, (len(p) - np.arange(len(p))) * p[order])
-! ablation/test_stats.py::test_holm_multiplies_by_the_tests_left_and_never_falls
 """
 
 
@@ -375,11 +173,6 @@ class Mutation(NamedTuple):
     old: str
     new: str
     test: str
-
-    @property
-    def is_found(self) -> bool:
-        """Whether the file has `old` exactly once."""
-        return (ROOT / self.file).read_text(encoding="utf-8").count(self.old) == 1
 
 
 MUTATIONS, changes = [], []
@@ -405,37 +198,30 @@ def run_tests(folder: Path, *tests: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
 
 
-def outcome(folder: Path, mutation: Mutation) -> str:
-    """What the test makes of a mutation: "killed" is what it should be."""
-    path = folder / mutation.file
-    text = path.read_text(encoding="utf-8")
-    path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
-    status = run_tests(folder, mutation.test).returncode
-    path.write_text(text, encoding="utf-8")
-    # 1 is a failed test; 2 to 5 are files that cannot be imported, and tests that do not exist.
-    return {0: "SURVIVED", 1: "killed"}.get(status, f"the test did not run: pytest exits with {status}")
-
-
 def main(pattern: str = "") -> int:
     """Try the mutations that PATTERN matches, and print a line for each; returns the exit status."""
     chosen = [m for m in MUTATIONS if re.search(pattern, f"{m.file}: {m.old} {m.test}")]
-    killed = 0
+    results = []
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
         tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
         for file in filter(lambda file: (ROOT / file).is_file(), tracked.split("\0")):
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / file, folder / file)
-        unchanged = run_tests(folder, *dict.fromkeys(mutation.test for mutation in chosen))
+            (Path(name) / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / file, Path(name) / file)
+        unchanged = run_tests(Path(name), *dict.fromkeys(mutation.test for mutation in chosen))
         if unchanged.returncode:
             print(f"{unchanged.stdout[-3000:]}\nwithout a mutation, the tests have to pass")
             return 1
         for mutation in chosen:
-            result = outcome(folder, mutation)
-            killed += result == "killed"
-            print(f"{result:8} {mutation.file}: {mutation.new}", flush=True)
-    print(f"{killed} of {len(chosen)} killed")
-    return int(killed < len(chosen))
+            path = Path(name) / mutation.file
+            text = path.read_text(encoding="utf-8")
+            path.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
+            status = run_tests(Path(name), mutation.test).returncode
+            path.write_text(text, encoding="utf-8")
+            # 1 is a failed test; 2 to 5 are files that cannot be imported, and tests that do not exist.
+            results.append({0: "SURVIVED", 1: "killed"}.get(status, f"not run: pytest exits with {status}"))
+            print(f"{results[-1]:8} {mutation.file}: {mutation.new}", flush=True)
+    print(f"{results.count('killed')} of {len(chosen)} killed")
+    return int(results.count("killed") < len(chosen))
 
 
 if __name__ == "__main__":

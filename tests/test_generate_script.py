@@ -42,16 +42,13 @@ def test_help_answers_within_a_second(folder):
     assert after.children_user + after.children_system - before.children_user - before.children_system < 1
 
 
-def test_standard_input_and_the_newest_run_are_the_default_and_a_chat_prints_the_answer_alone(folder):
+def test_standard_input_and_the_newest_run_are_the_default(folder):
     result = script(folder, "--max-new-tokens", "12", "--seed", "7", prompt="def é☺\n")
     assert result.returncode == 0 and len(result.stdout) > 15 and b"\r" not in result.stdout
     assert result.stdout.startswith("def é☺".encode()) and result.stdout.endswith(b"\n")
     note, last = result.stderr.decode().splitlines()
     assert note == "reading the prompt from standard input"
     assert last.startswith(f"{Path('runs', 'newest', 'best')} on ")
-    answer = script(folder, "--chat", "--max-new-tokens", "9", "--system", "Be terse.", prompt="hello\n")
-    assert answer.returncode == 0 and len(answer.stdout) > 5 and answer.stdout.endswith(b"\n")
-    assert b"hello" not in answer.stdout and b"assistant" not in answer.stdout
 
 
 def test_the_stories_model_prints_the_bytes_of_the_reference_without_importing_dynamo(stories260k_directory, shared):

@@ -82,7 +82,9 @@ def test_both_languages_of_the_readme_have_the_same_code():
 
 
 def test_every_function_that_a_document_names_exists():
-    for file, name in re.findall(r"`([\w/]+\.py):(\w+)`", "".join(TEXTS.values())):
+    named = re.findall(r"`([\w/]+\.py):(\w+)`", "".join(TEXTS.values()))
+    assert named
+    for file, name in named:
         source = (ROOT / file).read_text(encoding="utf-8")
         assert re.search(rf"^(def |class )?{name}\b", source, re.MULTILINE), (file, name)
 

@@ -72,12 +72,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def cases(monkeypatch) -> list[kernel_benchmarks.Case]:
     monkeypatch.setattr(torch, "compile", lambda function: function)
-    for name, shape in (
-        ("NORMS", (6, 64)),
-        ("MLPS", (6, 64, 32)),
-        ("ROTARIES", (16, 2, 1, 16)),
-        ("LOSSES", (6, 16, 40)),
-    ):
+    shapes = {"NORMS": (6, 64), "MLPS": (6, 64, 32), "ROTARIES": (16, 2, 1, 16), "LOSSES": (6, 16, 40)}
+    for name, shape in shapes.items():
         monkeypatch.setitem(getattr(kernel_benchmarks, name), "cpu", [shape])
     return kernel_benchmarks.all_cases(CPU)
 

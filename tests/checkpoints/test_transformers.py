@@ -101,6 +101,7 @@ ROPES = {  # their original contexts are short enough for every branch to matter
     "yarn": {"rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 25, "beta_fast": 5.0},
     "llama3": LLAMA3 | {"rope_theta": 1e4, "original_max_position_embeddings": 20},
 }
+STABLE = {"partial_rotary_factor": 1.0}
 FOREIGN = {
     "llama": ("Llama", "default", {}),
     "llama, all biases": ("Llama", "yarn", {"attention_bias": True}),
@@ -111,12 +112,8 @@ FOREIGN = {
     "qwen3, all biases": ("Qwen3", "linear", {"head_dim": 12, "attention_bias": True}),
     "mistral": ("Mistral", "llama3", {"sliding_window": None, "head_dim": 12}),
     "mistral, window": ("Mistral", "yarn", {"sliding_window": 60}),
-    "stablelm": ("StableLm", "default", {"partial_rotary_factor": 1.0}),
-    "stablelm, biases": (
-        "StableLm",
-        "default",
-        {"use_qkv_bias": True, "layer_norm_eps": 1e-3, "partial_rotary_factor": 1.0},
-    ),
+    "stablelm": ("StableLm", "default", STABLE),
+    "stablelm, biases": ("StableLm", "default", STABLE | {"use_qkv_bias": True, "layer_norm_eps": 1e-3}),
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from checkpoints.pretrained import save_pretrained
 from data.chat import add_chat_template
 from data.train_tokenizer import train_tokenizer
-from tests.data.conftest import library_text, llama, qwen, qwen_folder  # noqa: F401 - fixtures
+from tests.data.conftest import library_text, llama, ours, qwen, qwen_folder, tokenizer_file  # noqa: F401 - fixtures
 
 
 @pytest.fixture

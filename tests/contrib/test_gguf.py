@@ -15,16 +15,13 @@ import torch
 from checkpoints.pretrained import save_pretrained
 from data.tokenizer import load_tokenizer
 from errors import UserError
+from tests.checkpoints.test_transformers import LLAMA3
 
 gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install gguf")
 from contrib.gguf import DTYPES, write_gguf  # noqa: E402 - it imports gguf
 from tests.contrib.test_llama_cpp_vocab import Vocabulary  # noqa: E402
 
 ROOT = Path(__file__).parent.parent.parent
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}  # fmt: skip
 
 
 def read(path: Path) -> tuple[dict, dict[str, np.ndarray]]:

@@ -10,8 +10,7 @@ llama.cpp also rounds the activations, to 11 bits (float16) or 8 bits (bfloat16)
 import json
 import math
 import shutil
-import subprocess
-import sys
+import unicodedata
 import urllib.request
 from pathlib import Path
 
@@ -21,9 +20,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 
-from checkpoints.find import find_checkpoint
 from checkpoints.pretrained import load_pretrained, save_pretrained
 from contrib.llama_cpp_vocab import PRE_TOKENIZERS
+from contrib.same import TEXTS
 from data.tokenizer import encode_prompt, load_tokenizer
 from generation.generate import generate
 from generation.settings import Sampling
@@ -32,20 +31,11 @@ from tests.contrib.test_llama_cpp_vocab import ALPHABET, KNOWN
 xllamacpp = pytest.importorskip("xllamacpp", reason="needs llama.cpp: pip install xllamacpp")
 pytest.importorskip("gguf", reason="writing GGUF files needs the gguf package: pip install gguf")
 from contrib.gguf import write_gguf  # noqa: E402 - it imports gguf
+from tests.contrib.test_gguf import CASES  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 TOLERANCES = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 3e-3}
-TEXTS = [
-    *("", " ", "  ", "   x", " leading", "two  spaces", "trailing ", "a\tb\n\tc\n\n  d", "\t\t\t", " " * 33, "\n" * 7),
-    *("def f(x):\n    return x  # comment\n", "if x == 1:\r\n\treturn\r\n", "self.assertEqual(a, b)", "====----====="),
-    *("😀", "👩‍👩‍👧 family", "</s>", "<s>hello</s>", "<unk>", "<0x0A>", "a</s>b", "<|im_start|>user\nhi<|im_end|>"),
-    *("Grüße aus Köln", "Привет, мир", "日本語のテキスト", "مرحبا بالعالم", "नमस्ते", "한국어", "mixed 中文 and English"),
-    *("\0", "a\0b", "\x01\x02\x7f\x80", "\u200b\ufeff", "é", "\u2028\u2029", "\xa0nbsp", "𝒳𝓎", "\U0010ffff", "\ufffd"),
-    *("100000", "3.14159e-10", "1234567890 12 345", "#" * 40, "x" * 100, "I'm you're WE'LL it's", "「quoted」, ok"),
-    *("http://example.com/?q=1&b=%20", "CamelCaseIdentifier_with_snake", "▁underscore▁", "Once upon a time, a girl."),
-]
 PASSAGE = (
     "class Reader:\n    def read(self, size=-1):\n        return self.stream.read(size)\n\nOnce upon a time, a boy"
 )
@@ -74,45 +64,32 @@ class LlamaCpp:
         return self.ask("/tokenize", content=text, add_special=bos, parse_special=False)["tokens"]
 
 
-TRAINED = {
-    "llama, wide heads": "--norm rms --head-dim 48",
-    "llama, tied, qkv biases": "--norm rms --tie-word-embeddings --attention-bias",
-    "qwen3, tied, qkv biases": "--norm rms --qk-norm --tie-word-embeddings --attention-bias",
-    "stablelm": "--norm layer",
-    "stablelm, tied, qkv biases, no norm bias": "--norm layer --no-norm-bias --tie-word-embeddings --attention-bias",
-}
-
-
-@pytest.fixture(scope="module", params=TRAINED)
-def trained(request, tmp_path_factory) -> Path:
-    """The best checkpoint of a short run of train.py, with grouped queries: its logits have no ties."""
-    run = tmp_path_factory.mktemp("runs") / "run"
-    flags = "--hidden-size 128 --intermediate-size 320 --num-hidden-layers 3 --vocab-size 2000 --sequence-length 128"
-    flags += " --batch-size 8 --steps 60 --warmup-steps 10 --evaluate-every 60 " + TRAINED[request.param]
-    command = [sys.executable, "train.py", "--out", run, *flags.split()]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    return find_checkpoint(run)
+@pytest.fixture(params=CASES.values(), ids=CASES.keys())
+def model(request, make_decoder, ours, tmp_path) -> Path:
+    """A random model with grouped queries, and a tokenizer that this project has trained on much text."""
+    decoder = make_decoder(vocab_size=2000, max_position_embeddings=256, **request.param)
+    (decoder.lm_head or decoder.embed_tokens).weight.data[:7] *= 0.2  # special tokens: no text ends
+    save_pretrained(decoder, tmp_path / "model", bos_token_id=ours.bos_id, eos_token_id=ours.eos_id)
+    ours.save(tmp_path / "model")
+    return tmp_path / "model"
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_a_trained_model_gives_the_same_ids_text_and_perplexity(trained, tmp_path, dtype):
-    tokenizer, decoder = load_tokenizer(trained), load_pretrained(trained).eval()
-    other = LlamaCpp(trained, tmp_path, dtype)
+def test_a_model_gives_the_same_ids_text_and_perplexity(model, tmp_path, dtype):
+    tokenizer, decoder = load_tokenizer(model), load_pretrained(model).eval()
+    other = LlamaCpp(model, tmp_path, dtype)
     for parameter in decoder.parameters():
         if parameter.ndim > 1:
             parameter.data = parameter.data.to(getattr(torch, dtype)).float()
     assert [other.encode(text) for text in TEXTS] == [tokenizer.encode(text) for text in TEXTS]
     assert other.encode("def", bos=True) == encode_prompt(tokenizer, "def")
-    options = dict(sampling=Sampling(temperature=0), eos_ids=(tokenizer.eos_id,))
-    # Rounding activations to bfloat16 changes some of the closest decisions.
-    for prompt in () if dtype == "bfloat16" else ("", "def ", "The quick", "import os\n"):
-        ids = encode_prompt(tokenizer, prompt)
-        ours = generate(decoder, [ids], max_new_tokens=64, **options)
-        answer = other.ask("/completion", prompt=ids, n_predict=64, temperature=0, return_tokens=True)
-        assert [token for token in answer["tokens"] if token != tokenizer.eos_id] == ours.tokens[0]
-        assert answer["stop_type"] == {"eos": "eos", "length": "limit"}[ours.finish_reasons[0]]
-        assert answer["content"] == tokenizer.decode(ours.tokens[0])
+    if dtype == "float32":  # rounding activations changes some of the closest decisions
+        for prompt in ("", "def ", "The quick", "import os\n"):
+            ids = encode_prompt(tokenizer, prompt)
+            [tokens] = generate(decoder, [ids], max_new_tokens=64, sampling=Sampling(temperature=0)).tokens
+            answer = other.ask("/completion", prompt=ids, n_predict=64, temperature=0, return_tokens=True)
+            assert answer["tokens"] == tokens and answer["content"] == tokenizer.decode(tokens)
     ids = encode_prompt(tokenizer, PASSAGE)
     expected = F.cross_entropy(decoder(torch.tensor([ids]))[0, :-1].double(), torch.tensor(ids[1:])).exp().item()
     total = 0
@@ -128,8 +105,8 @@ def test_qwens_tokenizer_gives_the_same_ids_and_chat_prompt(make_decoder, qwen, 
     save_pretrained(make_decoder(vocab_size=151936, attention_bias=True), model, eos_token_id=151645)
     other = LlamaCpp(model, tmp_path, "float16")
     assert "NFC" in capsys.readouterr().err
-    with open(shared / "qwen2_5" / "golden_strings.inp", encoding="utf-8", newline="") as file:
-        texts = TEXTS + file.read().split("\n__ggml_vocab_test__\n")
+    texts = [text for text in TEXTS if unicodedata.is_normalized("NFC", text)]
+    texts += (shared / "qwen2_5" / "golden_strings.inp").read_bytes().decode().split("\n__ggml_vocab_test__\n")
     assert [other.encode(text) for text in texts] == [qwen.encode(text) for text in texts]
     assert other.encode("hi", bos=True) == qwen.encode("hi")  # no BOS
     turns = ("user", "hi"), ("assistant", "ho"), ("user", "?")

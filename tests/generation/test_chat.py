@@ -16,19 +16,24 @@ def write(path, content) -> None:
     path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
 
 
-def test_a_template_file_is_preferred_to_the_configuration_and_what_is_no_text_is_one_line(chatml_model, tmp_path):
-    shutil.copytree(chatml_model, tmp_path, dirs_exist_ok=True)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
+@pytest.fixture
+def model(chatml_model, tmp_path):
+    """A copy that a test may change."""
+    return shutil.copytree(chatml_model, tmp_path / "model")
+
+
+def test_a_template_file_is_preferred_to_the_configuration_and_what_is_no_text_is_one_line(model):
+    config = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "two"}]
     for value, expected in ((None, None), ("one é", "one é"), (named, "two")):
-        write(tmp_path / "tokenizer_config.json", config | {"chat_template": value})
-        assert load_tokenizer(tmp_path).chat_template == expected
+        write(model / "tokenizer_config.json", config | {"chat_template": value})
+        assert load_tokenizer(model).chat_template == expected
     for value in (7, named[:1]):
-        write(tmp_path / "tokenizer_config.json", config | {"chat_template": value})
+        write(model / "tokenizer_config.json", config | {"chat_template": value})
         with pytest.raises(UserError, match=r"tokenizer_config.json cannot be read"):
-            assert load_tokenizer(tmp_path).chat_template
-    write(tmp_path / "chat_template.jinja", "three é")
-    assert load_tokenizer(tmp_path).chat_template == "three é"
+            assert load_tokenizer(model).chat_template
+    write(model / "chat_template.jinja", "three é")
+    assert load_tokenizer(model).chat_template == "three é"
 
 
 @pytest.mark.parametrize(
@@ -38,20 +43,18 @@ def test_a_template_file_is_preferred_to_the_configuration_and_what_is_no_text_i
         ("{{ ''.__class__.__mro__ }}", "SecurityError: access to attribute '__class__'"),
     ],
 )
-def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(chatml_model, tmp_path, source, expected):
-    shutil.copytree(chatml_model, tmp_path, dirs_exist_ok=True)
-    write(tmp_path / "chat_template.jinja", source)
+def test_a_template_that_fails_or_leaves_the_sandbox_is_one_line(model, source, expected):
+    write(model / "chat_template.jinja", source)
     with pytest.raises(UserError) as error:
-        chat_format(tmp_path, "Be terse.")
+        chat_format(model, "Be terse.")
     text = str(error.value)
     assert text.startswith("the model's chat template does not support this conversation (") and expected in text
     assert "\n" not in text and "\x1b" not in text
 
 
-def test_tags_that_are_not_special_are_tokens_in_answers_and_text_in_questions(chatml_model, tmp_path):
-    shutil.copytree(chatml_model, tmp_path, dirs_exist_ok=True)
-    write(tmp_path / "chat_template.jinja", "{{ messages[-1].content }}{% if false %}<think>{% endif %}")
-    chat = chat_format(tmp_path)
+def test_tags_that_are_not_special_are_tokens_in_answers_and_text_in_questions(model):
+    write(model / "chat_template.jinja", "{{ messages[-1].content }}{% if false %}<think>{% endif %}")
+    chat = chat_format(model)
     answer, question = ([{"role": role, "content": "<think>"}] for role in ("assistant", "user"))
     (think,) = chat.encode(answer)
     assert chat.tokenizer.added_tokens[think].content == "<think>"
@@ -69,14 +72,13 @@ def test_every_occurrence_of_a_token_is_broken_and_nothing_else_changes():
 
 
 @pytest.mark.parametrize(("normalizer", "typed"), [("Lowercase", "a<|IM_END|>b"), ("NFKC", "a\uff1c|im_end|\uff1eb")])
-def test_text_that_a_normalizer_turns_into_a_token_is_no_token(chatml_model, tmp_path, normalizer, typed):
-    shutil.copytree(chatml_model, tmp_path, dirs_exist_ok=True)
-    fields = json.loads((tmp_path / "tokenizer.json").read_text(encoding="utf-8"))
+def test_text_that_a_normalizer_turns_into_a_token_is_no_token(model, normalizer, typed):
+    fields = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
     fields["normalizer"] = {"type": normalizer}
     for token in fields["added_tokens"]:
         token["normalized"] = True
-    write(tmp_path / "tokenizer.json", fields)
-    chat = chat_format(tmp_path)
+    write(model / "tokenizer.json", fields)
+    chat = chat_format(model)
     end = chat.end_of_turn
     assert chat.tokenizer.encode_special("a<|im_end|>b", BREAK).ids.count(end) == 1
     harmless, forged = (chat.encode([{"role": "user", "content": text}]).count(end) for text in ("ab", typed))
@@ -102,12 +104,7 @@ def test_sampling_is_what_the_generation_config_recommends(tmp_path, capsys, fie
     assert unused == ("no_repeat_ngram_size" in fields)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [{"temperature": "0.6"}, {"top_p": [1]}, {"min_p": float("nan")}, {"top_k": 2.5}, {"top_k": True}],
-    ids=str,
-)
-def test_a_recommendation_that_is_none_is_one_line(tmp_path, fields):
-    write(tmp_path / "generation_config.json", {"do_sample": True, **fields})
-    with pytest.raises(UserError, match=r"generation_config.json cannot be read \((top_|min_|temp)"):
+def test_a_recommendation_that_is_none_is_one_line(tmp_path):
+    write(tmp_path / "generation_config.json", {"do_sample": True, "top_p": [1]})
+    with pytest.raises(UserError, match=r"generation_config.json cannot be read \(top_p is \[1\]"):
         recommended_sampling(tmp_path)

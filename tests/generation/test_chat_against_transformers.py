@@ -6,19 +6,13 @@ import pytest
 
 from data import chat
 from data.chat import BORDER, compile_template
+from tests.data.test_conversations import said
 from tests.generation.conftest import chat_format
 
 transformers = pytest.importorskip("transformers")
 reference = pytest.importorskip("transformers.utils.chat_template_utils")
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
-
-
-def said(*contents: str, system: str | None = None) -> list[dict]:
-    """Messages of user and assistant in turn, the user first."""
-    roles = ["user", "assistant"] * len(contents)
-    messages = [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]
-    return messages if system is None else [{"role": "system", "content": system}, *messages]
 
 
 CONVERSATIONS = [

@@ -44,13 +44,12 @@ def set_stdin(monkeypatch):
     return set_stdin
 
 
-@pytest.mark.parametrize(
-    ("content", "prompt"),
-    [(b"a\nb\n", "a\nb"), (b"a\r\n", "a"), (b"a\n\n", "a\n"), (b" a ", " a "), (b"", ""), ("é☺".encode(), "é☺")],
-)
-def test_standard_input_is_one_prompt_without_its_last_line_break(set_stdin, content, prompt):
-    set_stdin(content)
-    assert cli.read_prompts(Settings()) == [prompt]
+def test_standard_input_is_one_prompt_without_its_last_line_break(set_stdin):
+    for content, prompt in {"a\nb\n": "a\nb", "a\r\n": "a", "a\n\n": "a\n", " a ": " a ", "": "", "é☺": "é☺"}.items():
+        set_stdin(content.encode())
+        assert cli.read_prompts(Settings()) == [prompt]
+    set_stdin(b"hello\n")
+    assert cli.read_prompts(Settings(chat=True)) == ["hello"]
 
 
 def test_a_terminal_is_not_read_and_gives_an_empty_prompt_with_a_hint_or_a_conversation(set_stdin, capsys):

@@ -141,8 +141,9 @@ def test_rows_with_logits_that_are_not_finite_give_minus_1_and_other_rows_a_toke
 @pytest.mark.parametrize(
     "values",
     [
-        *({"temperature": -0.1}, {"temperature": math.nan}, {"temperature": math.inf}, {"top_k": -1}, {"top_p": -0.1}),
-        *({"top_p": 1.1}, {"min_p": -0.1}, {"min_p": 2.0}, {"repetition_penalty": 0.0}),
+        *({"temperature": -0.1}, {"temperature": math.inf}, {"top_k": -1}, {"top_p": -0.1}),
+        *({"top_p": 1.1}, {"min_p": math.nan}, {"min_p": 2.0}, {"repetition_penalty": 0.0}, {"temperature": "0.6"}),
+        *({"top_k": 2.5}, {"top_k": True}, {"top_p": [1]}),
     ],
 )
 def test_a_value_outside_its_range_is_a_user_error_that_names_it(values):

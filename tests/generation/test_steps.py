@@ -12,14 +12,11 @@ import torch
 import kernels
 from generation import steps
 from generation.steps import MAX_GPU_SEQUENCES, GpuDecodeStep, decode_step
-from model.cache import KeyValueCache
+from tests.checkpoints.test_transformers import YARN
+from tests.generation import test_cpu_step
 
 pytestmark = pytest.mark.skipif(kernels.gpu is None, reason="Triton is not installed")
 
-YARN = {
-    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": True,
-    "attention_factor": 1.3, "beta_fast": 4, "beta_slow": 0.5,
-}  # fmt: skip
 VARIANTS = {
     "rms": {},
     "layer, biases, qk norm, untied": {
@@ -56,23 +53,8 @@ def random_tokens(batch, count):
 def test_logits_and_cache_equal_the_decoders(make_decoder, relative, variant):
     """Of two tokens after left-padded prompts of 5, 2 and 1 tokens."""
     decoder = make_decoder(num_hidden_layers=2 if variant.get("qk_norm") else 1, **variant).eval()
-    padding, tokens = torch.tensor([0, 3, 4]), random_tokens(3, 7)
-    caches = [KeyValueCache(decoder.config, 3, 10) for _ in range(2)]
-    for cache in caches:
-        cache.keys.fill_(float("nan"))  # positions that are not filled must not be read
-        cache.values.fill_(float("nan"))
-        decoder(tokens[:, :5], cache=cache, padding=padding)
-    step = GpuDecodeStep(decoder, caches[1])
-    for position in (5, 6):
-        token = tokens[:, position : position + 1]
-        expected = decoder(token, cache=caches[0], padding=padding)
-        assert relative(step(token, padding), expected) < 2e-6
-        assert caches[0].length == caches[1].length == position + 1
-    assert step.unavailable_reason is None  # otherwise the decoder would be compared with itself
-    for b, first in enumerate(padding):
-        for kind in ("keys", "values"):
-            expected, ours = (getattr(cache, kind)[:, b, :, first:7] for cache in caches)
-            assert relative(ours, expected) < 2e-6
+    logits, expected, caches = test_cpu_step.steps(decoder, [5, 2, 1], 2, GpuDecodeStep)
+    assert relative(logits, expected) < 2e-6 and test_cpu_step.cache_error(relative, caches, [5, 2, 1]) < 2e-6
 
 
 def test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_computes(make_decoder, request):
@@ -83,11 +65,8 @@ def test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_com
     assert not exists()
     request.getfixturevalue("triton_kernels")
     assert exists(1) and exists(MAX_GPU_SEQUENCES) and exists(norm="layer") and not exists(MAX_GPU_SEQUENCES + 1)
-    others = [
-        {"mlp": "geglu"},
-        {"attention_output_bias": True},
-        *({"norm": norm} for norm in ("none", "srms", "offset")),
-    ]
+    others = [{"mlp": "geglu"}, {"attention_output_bias": True}]
+    others += [{"norm": norm} for norm in ("none", "srms", "offset")]
     others += [{"norm_placement": placement} for placement in ("post", "sandwich", "output")]
     assert not any(exists(**changes) for changes in others)
 

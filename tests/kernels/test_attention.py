@@ -61,26 +61,18 @@ def test_a_query_sees_the_positions_of_its_mask_and_a_single_one_without_mask_al
         assert relative(kernel.attention(q, k, v, mask if masks else None), expected) < out
 
 
-ANGLES, TARGETS, TOKEN_WEIGHTS = torch.linspace(-2, 3, 40).view(5, 8), torch.arange(10), torch.linspace(-1, 2, 10)
+ANGLES, TARGETS, WEIGHTS = torch.linspace(-2, 3, 40).view(5, 8), torch.arange(10), torch.linspace(-1, 2, 10)
+COS, SIN = ANGLES.cos(), ANGLES.sin()
 CALLS = {  # a call, and the shapes of its inputs
-    "norm": (
-        lambda kernel, x, weight, bias, residual: kernel.normalize(x, weight, bias, residual, kind="layer", eps=1e-5),
-        [(2, 5, 16), (16,), (16,), (2, 5, 16)],
-    ),
-    "rotary": (lambda kernel, qkv: kernel.rotary(qkv, ANGLES.cos(), ANGLES.sin(), 2, 1), [(1, 5, 64)]),
-    "rotary with norms of heads": (
-        lambda kernel, qkv, *weights: kernel.rotary(qkv, ANGLES.cos(), ANGLES.sin(), 2, 1, *weights, 1e-3),
-        [(1, 5, 64), (16,), (16,)],
-    ),
+    "norm": (lambda kernel, *t: kernel.normalize(*t, kind="layer", eps=1e-5), [(2, 5, 16), (16,), (16,), (2, 5, 16)]),
+    "rotary": (lambda kernel, qkv: kernel.rotary(qkv, COS, SIN, 2, 1), [(1, 5, 64)]),
+    "head norms": (lambda kernel, qkv, *g: kernel.rotary(qkv, COS, SIN, 2, 1, *g, 1e-3), [(1, 5, 64), (16,), (16,)]),
     "attention": (lambda kernel, q, k, v: kernel.attention(q, k, v), [(2, 4, 5, 16), (2, 2, 5, 16), (2, 2, 5, 16)]),
     "swiglu": (lambda kernel, gate_up: kernel.swiglu(gate_up), [(2, 5, 48)]),
     "mlp": (lambda kernel, x, gate_up, down: kernel.swiglu_mlp(x, gate_up, down), [(2, 5, 16), (48, 16), (16, 24)]),
     "linear": (lambda kernel, x, weight, bias: kernel.linear(x, weight, bias), [(2, 5, 16), (24, 16), (24,)]),
     "losses": (lambda kernel, x, weight: kernel.linear_cross_entropy(x, weight, TARGETS), [(10, 16), (50, 16)]),
-    "weighted loss": (
-        lambda kernel, x, weight: kernel.linear_cross_entropy(x, weight, TARGETS, token_weights=TOKEN_WEIGHTS),
-        [(10, 16), (50, 16)],
-    ),
+    "loss": (lambda kernel, *t: kernel.linear_cross_entropy(*t, TARGETS, token_weights=WEIGHTS), [(10, 16), (50, 16)]),
 }
 
 

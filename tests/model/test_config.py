@@ -1,23 +1,15 @@
 """ModelConfig: which values it refuses, and counts of the real modules; devices, and their dtypes and threads."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import kernels
 from errors import UserError
 from generation.generate import generate
-from model.config import NORMS, PLACEMENTS, ModelConfig
+from model.config import NORMS, ModelConfig
 from model.count import flops_per_token, num_parameters
 from model.decoder import Decoder
 from model.device import allocate, choose_device, choose_dtype, threads_for
-
-
-def test_configuration_and_families_import_no_torch():
-    code = "import sys, model.config, checkpoints.families, checkpoints.find; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_default_model_has_four_million_parameters():
@@ -29,10 +21,8 @@ def test_the_default_model_has_four_million_parameters():
     [
         ({"hidden_size": 50}, "hidden_size 50 is no multiple of 6 heads; set head_dim"),
         ({"head_dim": 7}, "heads are 7 wide"),
-        ({"hidden_size": "64"}, "hidden_size is '64'"),
         ({"norm": "instance"}, "norm is 'instance': Expected rms, layer, "),
         ({"norm_eps": 0.0}, "norm_eps is 0.0"),
-        ({"rope_theta": float("inf")}, "rope_theta is inf"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor 0 and needs a number"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "4"}}, "factor '4' and needs a number"),
     ],
@@ -56,22 +46,6 @@ def test_writing_the_default_bias_explicitly_gives_an_equal_configuration(make_c
         assert other == default and not other.norm_parameters
     else:
         assert other != default and other.has_norm_bias != default.has_norm_bias
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *({"norm": norm} for norm in NORMS),
-        *({"norm_placement": placement, "norm": "derf"} for placement in PLACEMENTS),
-        {"norm": "layer", "norm_bias": False},
-        {"norm_bias": True},
-        {"attention_bias": True, "attention_output_bias": True, "qk_norm": True},
-        {"tie_word_embeddings": False, "head_dim": 10},
-    ],
-)
-def test_num_parameters_of_a_configuration_equals_that_of_the_module(make_config, changes):
-    config = make_config(**changes)
-    assert num_parameters(config) == sum(parameter.numel() for parameter in Decoder(config, seed=None).parameters())
 
 
 @pytest.mark.parametrize("tied", [True, False])

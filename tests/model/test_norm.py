@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from model.config import BIAS, NORMS, PLACEMENTS, ModelConfig
-from model.count import num_norm_parameters
+from model.count import num_norm_parameters, num_parameters
 from model.decoder import Decoder
 from model.norm import Norm, is_norm_parameter
 
@@ -80,15 +80,20 @@ def test_a_norm_has_the_parameters_of_its_row_and_the_bias_that_is_asked_for(mak
             assert (parameter == row[name].initial).all()
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("norm", NORMS)
-def test_parameters_of_norms_are_counted_and_recognized_by_name(make_config, norm, placement):
-    config = make_config(norm=norm, norm_placement=placement, qk_norm=True, attention_bias=True)
-    decoder = Decoder(config, seed=None)
+HEADS = {"qk_norm": True, "attention_bias": True, "attention_output_bias": True}
+OTHERS = [{"norm": "layer", "norm_bias": False}, {"norm_bias": True}, {"tie_word_embeddings": False, "head_dim": 10}]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"norm": norm, "norm_placement": place, **HEADS} for norm in NORMS for place in PLACEMENTS] + OTHERS
+)
+def test_parameters_are_counted_and_those_of_norms_recognized_by_name(make_config, changes):
+    decoder = Decoder(config := make_config(**changes), seed=None)
     of_norms = {id(p) for module in decoder.modules() if isinstance(module, Norm) for p in module.parameters()}
     for name, parameter in decoder.named_parameters():
         assert is_norm_parameter(name) == is_norm_parameter(f"model.{name}") == (id(parameter) in of_norms), name
     assert all(is_norm_parameter(name) for name, _ in decoder.named_buffers() if "norm" in name)
+    assert num_parameters(config) == sum(p.numel() for p in decoder.parameters())
     assert num_norm_parameters(config) == sum(p.numel() for p in decoder.parameters() if id(p) in of_norms)
 
 

@@ -150,22 +150,16 @@ def inspect(window, text: str) -> list[dict]:
 
 def shades(window, table: int) -> list[list[int]]:
     """The colors of a table's cells from 0 to 45, its last row first."""
-    script = (
-        "table => [...table.rows].map(row => [...row.cells].map(cell => Number(cell.style.getPropertyValue('%s'))))"
-    )
-    rows = window.locator(".cells").nth(table).evaluate(script % "--shade")
+    shade = "Number(cell.style.getPropertyValue('--shade'))"
+    script = f"table => [...table.rows].map(row => [...row.cells].map(cell => {shade}))"
+    rows = window.locator(".cells").nth(table).evaluate(script)
     return [row[1:] for row in rows[-2::-1]]
 
 
 def numbers(window, column: int) -> dict[str, str]:
     """What the page says of the chosen cell."""
-    return dict(
-        window.evaluate(
-            "i => [...columns[i].about.querySelector('table').rows].map(row => "
-            "[...row.cells].map(cell => cell.textContent))",
-            column,
-        )
-    )
+    rows = "[...columns[i].about.querySelector('table').rows]"
+    return dict(window.evaluate(f"i => {rows}.map(row => [...row.cells].map(cell => cell.textContent))", column))
 
 
 def test_two_models_are_inspected_with_one_scale_and_cells_are_chosen_by_click_and_by_arrow_keys(
@@ -186,9 +180,8 @@ def test_two_models_are_inspected_with_one_scale_and_cells_are_chosen_by_click_a
             assert float(window.locator("#scale span").last.inner_text()) == pytest.approx(high, rel=5e-3)
         assert "RMSNorm divides by it" in window.inner_text("#meaning")
         first = window.locator(".cells").nth(0).locator("td")
-        assert (
-            first.all_inner_texts()[0] == "output" and window.locator(".cells tr").nth(4).inner_text()[:7] == "layer 1"
-        )
+        assert first.all_inner_texts()[0] == "output"
+        assert window.locator(".cells tr").nth(4).inner_text()[:7] == "layer 1"
         window.locator(".cells").nth(0).locator("tr").nth(2).locator("td").nth(3).click()  # the third of five norms
         for key in ("ArrowRight", "ArrowUp", "ArrowLeft", "ArrowLeft"):
             window.keyboard.press(key)
@@ -200,9 +193,8 @@ def test_two_models_are_inspected_with_one_scale_and_cells_are_chosen_by_click_a
             assert float(bias) == pytest.approx(reply["bias"][3][2], rel=5e-3)
             assert told["loss of the next token"].endswith(f"{reply['losses'][1]:.3g} nats")
             text = window.evaluate("i => columns[i].about.textContent", column)
-            assert (
-                "def, layer 2 MLP" in text and f"after layer 1{reply['top_texts'][0][1][0].replace(' ', '␣')}" in text
-            )
+            likeliest = reply["top_texts"][0][1][0].replace(" ", "␣")
+            assert "def, layer 2 MLP" in text and f"after layer 1{likeliest}" in text
             assert window.locator("section").nth(column).locator(".token.here").inner_text() == "def"
         window.locator(".token").nth(2).focus()
         assert "␣add, layer 2 MLP" in window.evaluate("columns[1].about.textContent")

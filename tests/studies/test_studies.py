@@ -38,9 +38,8 @@ def test_parts_are_found_for_each_learning_rate_and_for_branches_against_the_run
     three = [("layer", {}), ("layer 0.5", {"weight_decay": 0.5}), ("rms 0.5", {"weight_decay": 0.5, "norm": "rms"})]
     for order in (three, [three[0], *three[:0:-1]]):  # a baseline with another setting is nobody's partner
         arms = {name: {"norm": "layer"} | settings for name, settings in order}
-        [(group, effects)] = contrasts(
-            finish(Plan(arms=arms, seeds=2, rerun_seeds=0), lambda run: len(run.arm))
-        ).items()
+        study_of_three = finish(Plan(arms=arms, seeds=2, rerun_seeds=0), lambda run: len(run.arm))
+        [(group, effects)] = contrasts(study_of_three).items()
         assert group == "weight_decay=0.5" and effects["RMSNorm minus LayerNorm"].estimate == len("rms") - len("layer")
 
 

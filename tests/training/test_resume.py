@@ -36,10 +36,6 @@ def test_16_steps_equal_8_and_8_resumed(flags, tmp_path, monkeypatch, capsys, dt
     runs.assert_equal_runs(tmp_path / "run", straight)
 
 
-def test_a_caller_of_the_steps_can_stop_at_any_of_them_save_and_resume_bit_for_bit(flags, tmp_path):
-    runs.assert_parts_equal_a_run(tmp_path, (1, 7, 16), *flags, "--steps", "16")
-
-
 @pytest.fixture(scope="module")
 def run_of_five_steps(flags, tmp_path_factory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
