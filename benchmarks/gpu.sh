@@ -28,7 +28,7 @@ step() { # NAME COMMAND...
         tail -n 1 "$scratch/output" | grep '^{' > "$result" || cp "$scratch/json" "$result"
     else
         failed+=("$name")
-        grep '^{' "$scratch/output" > "${result%.json}.partial.json" || true
+        if grep '^{' "$scratch/output" > "$scratch/json"; then cp "$scratch/json" "${result%.json}.partial.json"; fi
     fi
 }
 

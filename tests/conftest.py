@@ -26,13 +26,16 @@ if importlib.util.find_spec("hypothesis"):  # tests that need a GPU run without 
     hypothesis.settings.register_profile("long", max_examples=20_000)
     hypothesis.settings.load_profile("suite")
 
-# Kernels are interpreted or compiled as they are imported, so that one process cannot do both. `-m gpu` compiles them.
-# Any other choice of tests runs on the CPU, also where there is a GPU. Workers inherit what the first process sets.
-if "PYTEST_XDIST_WORKER" not in os.environ and ("-m", "gpu") not in zip(sys.argv, sys.argv[1:], strict=False):
-    os.environ["TRITON_INTERPRET"] = "1"
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-if ("-m", "gpu") not in zip(sys.argv, sys.argv[1:], strict=False):  # test processes share the cores
-    os.environ["OMP_NUM_THREADS"] = "1"
+# Kernels are interpreted or compiled as they are imported, so that one process cannot do both: `-m gpu` and `-m smoke`
+# compile them, any other choice of tests runs on the CPU. Workers inherit what the first process sets.
+on_gpu = {("-m", "gpu"), ("-m", "smoke")} & {*zip(sys.argv, sys.argv[1:], strict=False)}
+if on_gpu and not torch.cuda.is_available():
+    pytest.exit("-m gpu and -m smoke need a CUDA device", returncode=2)  # else nothing would run, and pass
+if not on_gpu:
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        os.environ["TRITON_INTERPRET"] = "1"
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    os.environ["OMP_NUM_THREADS"] = "1"  # test processes share the cores
     torch.set_num_threads(1)
 if os.environ.get("TRITON_INTERPRET") and importlib.util.find_spec("triton"):
     # The interpreter truncates to bfloat16 where a GPU rounds to nearest, and multiplies bfloat16 matrices as integers.
