@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import difflib
+import functools
 import io
 import itertools
 import re
@@ -58,6 +59,16 @@ def parse_flags(kind: Callable, **options: object) -> Any:
     reason = " ".join(itertools.takewhile(lambda line: line.strip("─"), lines[1:])).rstrip(".")
     similar = re.search(r"Perhaps you meant:\W*(--[a-z0-9-]+)", box.getvalue())
     raise UserError(f"{reason}; see --help.{f' Did you mean {similar[1]}?' if similar else ''}")
+
+
+def call_with_flags(function: Callable, **options: object) -> Any:
+    """Call a function with the arguments that the command line gives; about a wrong one, one line."""
+
+    @functools.wraps(function)
+    def later(*arguments: object, **named: object) -> Callable[[], Any]:  # when `parse_flags` is done
+        return functools.partial(function, *arguments, **named)
+
+    return parse_flags(later, **options)()
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -6,11 +6,10 @@ if __name__ == "__main__":  # Ctrl-C and a missing package are one line in the s
     from errors import exit_on_user_error
 
     with exit_on_user_error():
-        from tyro import cli
-
+        from flags import call_with_flags
         from serve import main
 
-        sys.exit(cli(main, prog="serve.py"))
+        sys.exit(call_with_flags(main, prog="serve.py"))
 
 import gc
 import os

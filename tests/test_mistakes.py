@@ -10,11 +10,14 @@ import pytest
 
 import ablate
 import generate
+import serve
 import train
 from errors import exit_on_user_error
+from flags import call_with_flags
 from training import plot
 
 PROGRAMS = {script.__name__: script.main for script in (train, generate, ablate)} | {"plot": plot.main}
+PROGRAMS["serve"] = lambda: call_with_flags(serve.main)
 
 # A command line and a pattern of its error. RUN is a run of two steps, BAD a folder of what is not right.
 MISTAKES = r"""
@@ -73,6 +76,7 @@ train --norm RMS -> norm is 'RMS': Expected rms, layer, .* Did you mean rms\?
 generate RUN --prompt a --temprature 1 -> Unrecognized options: .* Did you mean --temperature\?
 ablate --norm layer -> --norm is a setting of train.py; --vary norm=VALUE,VALUE compares values of it
 ablate --jobs -1 --dry-run -> --jobs -1 must be at least 1
+serve --prot 80 -> Unrecognized options: --prot, 80; see --help. Did you mean --port\?
 plot nothere -> nothere has no metrics.jsonl; give the folder of a run
 plot RUN RUN -> several runs need --out
 plot RUN --out loss.txt -> --out loss.txt must end in .png or .svg
