@@ -10,6 +10,7 @@ if __name__ == "__main__":  # Ctrl-C and a missing package are one line in the s
 
         sys.exit(main())
 
+import contextlib
 import dataclasses
 import hashlib
 import re
@@ -21,9 +22,10 @@ from typing import Annotated
 
 import tyro
 
-from ablation.plan import Plan, find_plan, load_plan
+from ablation.plan import JUDGED_PAIRS, Plan, find_plan, load_plan
 from ablation.settings import TYPES, base_settings
 from errors import UserError, end, fit_stdout, printable
+from files import locked, read_json
 from flags import optional, parse_flags
 
 DESCRIPTION = """Compare any settings of train.py over paired seeds, with intervals and a verdict.
@@ -34,7 +36,7 @@ python ablate.py --vary norm=layer,dyt    values of a setting, or of several
 
 python ablate.py factorial         repeat a study of studies/
 
-python ablate.py judge --a "" --b "qk_norm=true"    keep or discard a change
+python ablate.py judge --a "" --b "qk_norm=true"    keep or discard a change; --campaign: many, one after another
 
 python ablate.py report FOLDER     write the report of a comparison again
 
@@ -53,8 +55,15 @@ class Command:
     a: Annotated[str | None, optional('"S=V ..."')] = None
     """Settings of the baseline, such as "norm=layer steps=600"; "" is the config as it is"""
     b: Annotated[str | None, optional('"S=V ..."')] = None  # Settings of what is compared with it
+    campaign: Annotated[Path | None, optional("FOLDER")] = None
+    """judge: the folder of many ideas. It gives the level, new seeds and, without --a, the baseline that --b changes"""
+    fdr: Annotated[float | None, optional("SHARE")] = None
+    """judge --campaign: the most, of what is kept, that may do nothing; fixed by the first idea (default: 0.1)"""
+    adopt: bool = False  # judge --campaign: if the idea is kept, it is the baseline of the next
+    pairs: Annotated[Path | None, optional("FILE")] = None
+    """judge: losses of any program, a CSV (or .jsonl) file with the columns idea, seed, arm (a or b) and loss"""
     quick: bool = False  # Three pairs of 300 steps at one learning rate: only large differences show
-    out: Annotated[Path | None, optional("FOLDER")] = None  # Folder of the results (default: runs/ablation-NAME)
+    out: Annotated[Path | None, optional("FOLDER")] = None  # Folder of the results (default: runs/ablation-NAME, or in that of --campaign)
     device: str = "auto"  # auto (all GPUs, else MPS, else the cores of the CPU) or a torch device
     jobs: Annotated[int | None, optional("INT")] = None  # Runs at once; by default one for each GPU, or core of a CPU
     ray: Annotated[str | None, optional("ADDRESS")] = None  # Use a Ray cluster: auto, or the address of its head
@@ -62,7 +71,7 @@ class Command:
     plan: Annotated[Plan, tyro.conf.arg(name="")] = field(default_factory=Plan)
 
 
-def parse(arguments: list[str]) -> Command:
+def parse(arguments: list[str], judging: bool = False) -> Command:
     """The command line; read twice, since the plan that it names gives the defaults of the flags."""
     options = {"description": DESCRIPTION, "prog": "ablate.py", "config": (tyro.conf.OmitArgPrefixes,)}
     without_help = [argument for argument in arguments if argument not in ("-h", "--help")]
@@ -73,11 +82,15 @@ def parse(arguments: list[str]) -> Command:
             raise UserError(f"{argument} is a setting of train.py; --vary {name}=VALUE,VALUE compares values of it.")
     if any(argument.startswith("--") for argument in unknown):
         parse_flags(Command, args=without_help, **options)  # raises what is wrong
-    plan = starting_plan(first)
+    if (not judging and (first.campaign or first.pairs)) or (not first.campaign and (first.adopt or first.fdr)):
+        raise UserError("--campaign and --pairs belong to judge, and --fdr and --adopt to judge --campaign FOLDER.")
+    plan = starting_plan(first, judging)
     if first.quick:
         rate = plan.learning_rates[:1] or (base_settings(plan.config).optimizer.learning_rate,)
         quick = {"name": f"{plan.name}-quick", "seeds": 3, "steps": 300, "rerun_seeds": 0, "learning_rates": rate}
         plan = dataclasses.replace(plan, **quick)
+    if judging:
+        plan = dataclasses.replace(plan, seeds=plan.seeds or JUDGED_PAIRS, rerun_seeds=0)
     start = dataclasses.replace(Command(), plan=plan)
     command = parse_flags(Command, args=arguments, default=start, **options)
     others = [name for name in RUNS_DEPEND_ON if getattr(command.plan, name) != getattr(start.plan, name)]
@@ -86,22 +99,29 @@ def parse(arguments: list[str]) -> Command:
     return dataclasses.replace(command, plan=dataclasses.replace(command.plan, name=name))
 
 
-def starting_plan(command: Command) -> Plan:
+def starting_plan(command: Command, judging: bool) -> Plan:
     """The plan of the file, of --vary, or of --a and --b; with a name that tells it from others."""
     if "=" in (command.plan_file or ""):
         raise UserError(f"{command.plan_file} stands alone; settings of one flag are one text in quotes.")
     if any(text.endswith(",") for text in command.varied):
         raise UserError(f"--vary {' '.join(command.varied)} ends with a comma; write V,V without a space.")
-    arms = {text or "default": assignments(text) for text in (command.a, command.b) if text is not None}
+    a, b = command.a, command.b
+    if command.campaign is not None and a is None and b is not None:
+        from ablation.campaign import load_campaign  # imports matplotlib
+
+        a = load_campaign(command.campaign).baseline
+        a = "" if a == "default" else a
+        b = " ".join(f"{name}={value}" for name, value in (assignments(a) | assignments(b)).items())
+    arms = {text or "default": assignments(text) for text in (a, b) if text is not None}
     if len(arms) == 1:
         raise UserError("--a and --b need each other, and differ: settings of the baseline, and of the other arm.")
     vary = {name: value.split(",") for name, value in assignments(" ".join(command.varied)).items()}
-    if not arms and not vary:
+    if not arms and not vary and (command.plan_file or not judging):
         return load_plan(find_plan(command.plan_file or "norms"))
     plan = load_plan(find_plan(command.plan_file)) if command.plan_file else Plan(config=command.plan.config)
-    given = (command.plan_file, command.a, command.b, *command.varied)
-    text = re.sub(r"[^\w.]+", "-", " ".join(filter(None, given))).strip("-")
-    name = f"{text[:48]}-{hashlib.blake2b(repr(given).encode(), digest_size=3).hexdigest()}"
+    flags = (command.plan_file, a, b, *command.varied)
+    text = re.sub(r"[^\w.]+", "-", " ".join(filter(None, flags))).strip("-")
+    name = f"{text[:48]}-{hashlib.blake2b(repr(flags).encode(), digest_size=3).hexdigest()}"
     return dataclasses.replace(plan, name=name, arms=arms or plan.arms, vary=plan.vary | vary)
 
 
@@ -122,8 +142,10 @@ def main() -> int:
     """Do what the command line says; returns the exit status."""
     fit_stdout()
     action = sys.argv[1] if sys.argv[1:2] in (["judge"], ["report"]) else "compare"
-    command = parse(sys.argv[1 if action == "compare" else 2 :])
+    command = parse(sys.argv[1 if action == "compare" else 2 :], judging=action == "judge")
     from ablation import execute, report, study  # import torch
+    from ablation.campaign import judge_pairs, load_campaign
+    from ablation.stats import SIGNIFICANCE
 
     if action == "report":
         if command.plan_file is None:
@@ -131,10 +153,22 @@ def main() -> int:
         folder = find_plan(command.plan_file).parent
         print(printable(f"written: {report.write(study.load(folder), folder)}"))
         return 0
-    folder = command.out or Path("runs") / f"ablation-{command.plan.name}"
-    options = {"judging": action == "judge", "dry_run": command.dry_run}
+    plan, folder = command.plan, command.out or Path("runs") / f"ablation-{command.plan.name}"
+    level, campaign = SIGNIFICANCE if action == "judge" else None, None
     try:
-        return execute.compare(command.plan, folder, command.device, command.jobs, command.ray, **options)
+        with locked(command.campaign) if command.campaign and not command.dry_run else contextlib.nullcontext():
+            if command.campaign:
+                campaign = load_campaign(command.campaign, command.fdr, command.adopt)
+                folder, level = campaign.idea_folder(plan.name), campaign.level
+                plan = dataclasses.replace(plan, first_seed=campaign.first_seed)
+            if command.pairs:
+                for line in judge_pairs(command.pairs, campaign):
+                    print(line, flush=True)
+                return 0
+            status = execute.compare(plan, folder, command.device, command.jobs, command.ray, level, command.dry_run)
+            if campaign and not status and not command.dry_run:
+                campaign.add(*plan.all_arms, [*plan.phase_seeds["final"]], read_json(folder / report.VERDICT))
+            return status
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the process has ended
         end(f"stopped; the same command resumes it: python {shlex.join(sys.argv)}", 130)

@@ -21,7 +21,7 @@ import torch
 from tqdm import tqdm
 
 from ablation import report
-from ablation.judge import judged, pairs_of_looks, summary
+from ablation.judge import LOOKS, pairs_of_looks, summary
 from ablation.plan import Plan, Run, arm_settings, load_plan, run_settings, save_plan
 from ablation.records import Row, append, append_rows, as_table, read_rows
 from ablation.run import commit, device_model, settings_hash, train_run
@@ -93,8 +93,6 @@ def load_experiment(plan: Plan, folder: Path, torch_device: str = "auto", jobs: 
     if rows and not {row.arm for row in rows} & {*plan.all_arms}:
         raise UserError(f"{folder} has the runs of another comparison; give another --out.")
     for row in rows:
-        if not row.settings_hash:
-            raise UserError(f"the runs of {folder} did not record their settings; give another --out to repeat them.")
         if row.arm in plan.all_arms and settings_hash(run_settings(plan, row)) != row.settings_hash:
             raise UserError(f"a finished run ({row}) of {folder} had other settings; give another --out.")
     workers = local_workers(torch_device, jobs)
@@ -167,18 +165,18 @@ def start_process(experiment: Experiment, run: Run, torch_device: str) -> Future
     return future
 
 
-def judge(experiment: Experiment, start: Callable[[Run, str], Future] | None = None) -> str:
-    """Train pairs, as `execute` does, until the verdict, which is returned as JSON; looks before it are printed."""
+def judge(experiment: Experiment, level: float, start: Callable[[Run, str], Future] | None = None) -> dict:
+    """Train pairs, as `execute` does, until the verdict at a two-sided level; looks before it are printed as JSON."""
     plan, looks = experiment.plan, pairs_of_looks(experiment.plan.seeds)
     for look, pairs in enumerate(looks, 1):
         experiment.plan = dataclasses.replace(plan, seeds=pairs)
         execute(experiment, start)
-        result = summary(experiment.study, look, looks)
+        result = summary(experiment.study, look, looks, level)
         if result["verdict"] != "inconclusive" or result["pairs"] < pairs or look == len(looks):
             break
         print(json.dumps(result), flush=True)
     write_plan(experiment)  # with the pairs that there are
-    return json.dumps(result)
+    return result
 
 
 def estimate_run(experiment: Experiment, torch_device: str) -> None:
@@ -192,26 +190,31 @@ def estimate_run(experiment: Experiment, torch_device: str) -> None:
 
 
 def compare(
-    plan: Plan, folder: Path, torch_device: str, jobs: int | None, ray: str | None, *, judging: bool, dry_run: bool
+    plan: Plan, folder: Path, device: str, jobs: int | None, ray: str | None, level: float | None, dry_run: bool
 ) -> int:
-    """Train the runs that are missing, and report; returns the exit status. ray: the address of a cluster."""
-    plan = judged(plan) if judging else plan
-    plan.check_arms()  # before there is a folder
+    """Train the runs that are missing, and report; returns the exit status. ray: the address of a cluster. level: that
+    at which the second arm is judged; None: all arms are compared.
+    """
+    if level is not None:
+        if len(plan.all_arms) != 2:
+            raise UserError(f"judge needs two arms (--a and --b), not {len(plan.all_arms)}.")
+        if plan.seeds < 2 * LOOKS:
+            raise UserError(f"judge looks at its pairs {LOOKS} times: --seeds must be {2 * LOOKS} or more.")
     for settings in (arm_settings(plan, arm) for arm in plan.all_arms.values()):
         with torch.device("meta"):  # no memory
             freeze_parameters(Decoder(settings.model), settings.run.freeze)
     with contextlib.nullcontext() if dry_run else locked(folder):
-        experiment, start = load_experiment(plan, folder, torch_device, jobs), None
+        experiment, start = load_experiment(plan, folder, device, jobs), None
         if ray is not None:
             from ablation import cluster
 
             start = cluster.join(experiment, ray)
         print(report.describe(experiment.study, len(experiment.workers)), flush=True)
         if dry_run:
-            estimate_run(experiment, torch_device)
+            estimate_run(experiment, device)
             return 0
-        if judging:
-            lines = [judge(experiment, start)]
+        if level is not None:
+            lines = [json.dumps(judge(experiment, level, start))]
             replace_text(folder / report.VERDICT, f"{lines[0]}\n")
         else:
             (folder / report.VERDICT).unlink(missing_ok=True)  # of fewer pairs

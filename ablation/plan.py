@@ -18,6 +18,7 @@ from training.settings import CONFIGS, Settings, read_table
 
 STUDIES = CONFIGS.parent / "studies"
 MAX_SEEDS = 500  # final runs of an arm
+JUDGED_PAIRS = 20  # without --seeds, the most that `judge` trains
 EVALUATIONS = 12  # along a run
 SWEEP_FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # multiples of the config's learning rate that a sweep tries
 
@@ -42,7 +43,7 @@ class Plan:
     config: str = "ablation"  # What the arms share: a TOML file, or a name in configs/
     steps: Annotated[PositiveInt | None, optional("INT")] = None  # Steps of a run; by default the config's
     seeds: Annotated[Annotated[int, Meta(ge=2, le=MAX_SEEDS)] | None, optional("INT")] = None
-    """Final pairs; by default as many as the pilot asks for"""
+    """Final pairs; by default as many as the pilot asks for. With judge: at most, 10 or more, by default 20"""
     pilot_seeds: Annotated[int, Meta(ge=2)] = 8  # Runs of each arm that fix how many are final; unused with --seeds
     rerun_seeds: NonNegativeInt = 3  # Seeds that a baseline repeats from changed initial weights
     perturbations: tuple[NonNegativeFloat, ...] = (1e-6, 0.05)
@@ -83,10 +84,6 @@ class Plan:
             if arm_settings(self, a) == arm_settings(self, b):
                 raise UserError(f"the arms {a.name} and {b.name} have the same settings.")
         return combined
-
-    def check_arms(self) -> None:
-        """Raise `UserError` where the arms cannot be compared."""
-        self.all_arms  # noqa: B018
 
     @functools.cached_property
     def candidate_learning_rates(self) -> dict[str, tuple[float, ...]]:

@@ -61,11 +61,14 @@ def append(path: Path, *records: dict) -> None:
         file.write(before[: before.rfind(b"\n") + 1] + msgspec.json.Encoder().encode_lines(records))
 
 
-def read_lines(path: Path) -> list[dict]:
-    """The complete lines of a file of JSON; none if there is no file."""
-    lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
-    with reading(path, "delete the line that is damaged"):
-        return [msgspec.json.decode(line, type=dict) for line in lines]
+def read_lines(path: Path, line_type: type = dict) -> list:
+    """The lines of a file of JSON; none if there is no file. A last one that was cut short is left out."""
+    *lines, last = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    values = []
+    for number, line in enumerate([*lines, last] if last.endswith(b"}") else lines, 1):
+        with reading(f"{path}, line {number},", "correct or delete the line"):
+            values.append(msgspec.json.decode(line, type=line_type))
+    return values
 
 
 def append_rows(folder: Path, *rows: Row) -> None:

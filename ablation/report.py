@@ -23,11 +23,14 @@ PHASES = {
     "rerun": "again from changed initial weights",
     "final": "in pairs",
 }
-COLUMNS = """p (Holm): of a paired t-test over the seeds, adjusted for the number of comparisons (Holm 1979). p of
-equivalence: of two one-sided t-tests against the margin, adjusted likewise. std of a pair: of the differences over the
-seeds. It would take: pairs that decide with a power of 80%, from the deviation of these pairs (in brackets from the
-ends of its interval). `python ablate.py report FOLDER` writes this page again, with its pictures, from
-plan.toml and runs.jsonl; `python ablate.py NAME` runs a plan of studies/ again."""
+COLUMNS = """p (Holm): of a paired t-test over the seeds, adjusted for the number of comparisons (Holm 1979), as
+intervals are not. p of equivalence: of two one-sided t-tests against the margin, adjusted likewise. std of a pair: of
+the differences over the seeds. Worth: training the baseline that much longer changes its loss as much, by the slope of
+its loss over log(steps), of runs of another length or its training curve. It would take: pairs that decide with a power
+of 80%, from the deviation of these pairs (in brackets from the ends of its interval). `python ablate.py report FOLDER`
+writes this page again, with its pictures, from plan.toml and runs.jsonl; `python ablate.py NAME` runs a study again."""
+STREAM = """Mean / std in the stream: |mean| over the standard deviation of the residual stream, at the norms of the
+deeper half. Cosine with ones: 1 where all channels of the stream are equal; a mean over all norms."""
 
 
 def describe(study: Study, workers: int) -> str:
@@ -94,6 +97,11 @@ def outcome(study: Study, arm: str) -> str:
     return f"{text}; it would take {needed}" if needed else text
 
 
+def in_words(steps: dict | None) -> str | None:
+    """What `Study.in_steps` says."""
+    return steps and "= {percent:+.1f}% of the steps [{low:+.1f}, {high:+.1f}], by {source}".format(**steps)
+
+
 def pairs_to_decide(c: Comparison) -> str | None:
     """What an inconclusive comparison would take."""
     if c.verdict != "inconclusive":
@@ -107,7 +115,8 @@ def write(study: Study, folder: Path) -> Path:
 
     The reports of studies/, which are kept without pictures, have no links to them.
     """
-    compared = [(f"{c.arm}: {c.verdict}", c.effect) for c in study.comparisons]
+    rows = [(c, comparison_row(study, c)) for c in study.comparisons]
+    compared = [(f"{c.arm}: {row['verdict']}\n{row['worth'] or ''}", c.effect) for c, row in rows]
     of_grid = [(effect.name.replace(" x ", "\nx "), effect) for effect in study.effects]
     bases = ", ".join(dict.fromkeys(c.baseline for c in study.comparisons))
     label = f"loss minus that of {bases}, {study.unit}\nlower loss: better"
@@ -121,8 +130,7 @@ def write(study: Study, folder: Path) -> Path:
     for name, kind in itertools.product(pictures, ("png", "pdf")):
         with replacing(folder / f"{name}.{kind}") as file:
             figures[name].savefig(file, format=kind)
-    rows = pd.DataFrame(map(comparison_row, study.comparisons))
-    effects = [c.effect for c in study.comparisons]
+    rows, effects = pd.DataFrame(row for _, row in rows), [c.effect for c in study.comparisons]
     ends = {"low": [effect.interval[0] for effect in effects], "high": [effect.interval[1] for effect in effects]}
     numbers = rows.assign(mean=[effect.estimate for effect in effects], **ends)
     replace_text(folder / "differences.csv", numbers.to_csv(index=False))
@@ -141,11 +149,12 @@ def markdown_text(study: Study, folder: Path, drawn: Collection[str]) -> str:
     incomplete = study.rows[study.rows.status != "completed"]
     hours = (study.rows.seconds / 3600).groupby([study.rows[name] for name in MACHINE], dropna=False, sort=False)
     machines = hours.agg([("runs", "size"), ("hours of training", "sum")])
+    differences = table(comparison_row(study, c) for c in study.comparisons)
     sections = [  # title, picture, text
-        ("Differences", "differences", [about(study), table(map(comparison_row, study.comparisons)), COLUMNS]),
+        ("Differences", "differences", [about(study), differences, COLUMNS]),
         ("Effects of the grid", "effects", [table(effects)]),
         ("Paired difference over steps", "steps", []),
-        ("Arms", None, [table(arm_row(study, arm) for arm in study.plan.all_arms)]),
+        ("Arms", None, [table(arm_row(study, arm) for arm in study.plan.all_arms), STREAM]),
         ("Learning rates", "sweep", [table(study.schedule.sweep.reset_index().to_dict("records"))]),
         ("Rerun spread and placebo", None, [table(study.spread.reset_index().to_dict("records"))]),
         ("Runs that did not complete", None, [table(incomplete[[*KEY, "status", "reason"]].to_dict("records"))]),
@@ -168,8 +177,9 @@ def markdown_text(study: Study, folder: Path, drawn: Collection[str]) -> str:
 def about(study: Study) -> str:
     """How the arms were compared, in words."""
     plan, pairs, done = study.plan, [c.effect.n for c in study.comparisons], len(study.schedule.counted_seeds)
-    of_arms = {arm_settings(plan, arm).optimizer.steps for arm in study.plan.all_arms.values()}
-    steps = ", ".join(f"{steps:,}" for steps in of_arms)
+    of_arms = [arm_settings(plan, arm) for arm in study.plan.all_arms.values()]
+    steps = ", ".join(f"{steps:,}" for steps in {settings.optimizer.steps for settings in of_arms})
+    texts = "; ".join(dict.fromkeys(" ".join(settings.data.data) for settings in of_arms))
     text = f"Final validation loss minus that of the baseline over paired seeds, {steps} steps: means and "
     text += f"95% intervals. Differences within {plan.margin:g} {study.unit}, shaded in pictures, count as equivalent."
     if study.shares_learning_rate:
@@ -177,6 +187,7 @@ def about(study: Study) -> str:
         text += f" All arms share the learning rate {rate}: none was chosen for each of them."
     if plan.seeds is None and study.schedule.pairs is not None:
         text += f" The pilot asked for {study.schedule.pairs} pairs; {done} are finished, within {plan.hours:g} hours."
+    text += f" Config: {plan.config}; text: {texts}."
     hashes = study.rows.replace("", None).groupby("seed")[["batches_hash", "weights_hash"]].nunique().max()
     columns = {"batches": "batches_hash", "initial weights (but for the norms)": "weights_hash"}
     equal = " and ".join(what for what, column in columns.items() if hashes[column] == 1)
@@ -186,9 +197,12 @@ def about(study: Study) -> str:
     return text
 
 
-def comparison_row(c: Comparison) -> dict:
+def comparison_row(study: Study, c: Comparison) -> dict:
+    worth = in_words(study.in_steps(c.baseline, c.effect.estimate, c.effect.interval))
+    by_holm = " after Holm" if c.verdict == "inconclusive" and c.effect.p < SIGNIFICANCE else ""
     row = {"arm": c.effect.name, f"{c.effect.unit}, mean and 95% interval": with_interval(c.effect)}
-    row |= {"verdict": c.verdict, "p (Holm)": c.p_holm, "p of equivalence (Holm)": c.p_equivalence}
+    row |= {"worth": worth, "verdict": c.verdict + by_holm}
+    row |= {"p (Holm)": c.p_holm, "p of equivalence (Holm)": c.p_equivalence}
     return row | {"pairs": c.effect.n, "std of a pair": c.deviation, "it would take": pairs_to_decide(c)}
 
 

@@ -19,6 +19,7 @@ import kernels
 from ablation.plan import Plan, Run, run_settings
 from ablation.records import Row
 from ablation.settings import replace_settings
+from ablation.stats import six_digits
 from data.batches import Batch
 from model.decoder import Decoder
 from model.device import processor
@@ -118,11 +119,6 @@ def probe(session: Session) -> dict[str, float]:
         hook.remove()
     deeper = over_std[len(over_std) // 2 :]
     return {"mean_over_std": six_digits(np.mean(deeper)), "cosine_with_ones": six_digits(np.mean(cosines))}
-
-
-def six_digits(value: float) -> float:
-    """A number rounded to six digits, for what no verdict depends on: all digits would double the size of a row."""
-    return float(f"{value:.6g}")
 
 
 @torch.no_grad()

@@ -43,6 +43,11 @@ def standard_error(values: np.ndarray) -> float:
     return max(float(values.std(ddof=1) / np.sqrt(len(values))), 1e-12)
 
 
+def six_digits(value: float) -> float:
+    """A number rounded to six digits, for what no verdict depends on: all digits would double the size of a row."""
+    return float(f"{value:.6g}")
+
+
 def equivalence_p(differences: np.ndarray, margin: float) -> float:
     """The larger p-value of two one-sided tests: below 5% the mean lies within (-margin, margin) (Schuirmann 1987)."""
     distance, error = margin - abs(float(differences.mean())), standard_error(differences)

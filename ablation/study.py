@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ablation.plan import MAX_SEEDS, Plan, Run, load_plan
+from ablation.plan import MAX_SEEDS, Plan, Run, arm_settings, load_plan
 from ablation.records import KEY, as_table, read_rows
-from ablation.stats import Comparison, Effect, equivalence_p, final_pairs, holm, mean_effect
+from ablation.stats import Comparison, Effect, equivalence_p, final_pairs, holm, mean_effect, six_digits
 from errors import UserError
 
 
@@ -147,6 +147,28 @@ class Study:
         if not len(losses) or losses.isna().any(axis=None):
             return None
         return mean_effect(name, losses @ np.array([*weights.values()]), self.unit)
+
+    def in_steps(self, baseline: str, difference: float, interval: Sequence[float]) -> dict | None:
+        """A difference from a baseline in percent of the steps: training the baseline that much longer changes its loss
+        as much, by the slope of its loss over log(steps), from runs of another "length", else from the "curve", between
+        a quarter of the steps and four times. None without these, or where the loss does not fall.
+        """
+        arms, source, losses = self.plan.all_arms, "length", {}
+        for arm in arms.values():
+            loss = self.mean_loss(arm.name, {arm.name: 1.0})
+            if loss is not None and arm.settings | {"steps": 0} == arms[baseline].settings | {"steps": 0}:
+                losses[arm_settings(self.plan, arm).optimizer.steps] = loss.estimate
+        if len(losses) < 2 and self.schedule.measure == "loss":  # curves are in nats
+            source, curves = "curve", self.schedule.rows_of("final", baseline).curve
+            losses = dict(pd.DataFrame([*map(dict, curves)]).dropna(axis=1).mean())
+        steps = arm_settings(self.plan, arms[baseline]).optimizer.steps
+        near = [step for step in losses if steps / 4 <= step <= 4 * steps]
+        slope = np.polyfit(np.log(near), [losses[step] for step in near], 1)[0] if len(near) > 1 else 0.0
+        if slope >= 0:
+            return None
+        logs = np.clip(np.array([difference, *interval]) / slope, -math.log(2), math.log(2))  # no further extrapolation
+        percent, high, low = map(six_digits, 100 * np.expm1(logs))
+        return {"percent": percent, "low": low, "high": high, "source": source}
 
     @property
     def spread(self) -> pd.DataFrame:
