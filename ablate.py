@@ -63,7 +63,9 @@ class Command:
     pairs: Annotated[Path | None, optional("FILE")] = None
     """judge: losses of any program, a CSV (or .jsonl) file with the columns idea, seed, arm (a or b) and loss"""
     quick: bool = False  # Three pairs of 300 steps at one learning rate: only large differences show
-    out: Annotated[Path | None, optional("FOLDER")] = None  # Folder of the results (default: runs/ablation-NAME, or in that of --campaign)
+    out: Annotated[Path | None, optional("FOLDER")] = (
+        None  # Folder of the results (default: runs/ablation-NAME, or in that of --campaign)
+    )
     device: str = "auto"  # auto (all GPUs, else MPS, else the cores of the CPU) or a torch device
     jobs: Annotated[int | None, optional("INT")] = None  # Runs at once; by default one for each GPU, or core of a CPU
     ray: Annotated[str | None, optional("ADDRESS")] = None  # Use a Ray cluster: auto, or the address of its head

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,23 +12,47 @@ import pandas as pd
 import pytest
 
 from ablation import execute, study
-from ablation.judge import DEFAULT_PAIRS, judged, pairs_of_looks, repeated_interval
-from ablation.plan import STUDIES, Plan
+from ablation.judge import LOOKS, boundary, crossing_probability, pairs_of_looks, verdict
+from ablation.plan import JUDGED_PAIRS, Plan
 from errors import UserError
+from tests.ablation import simulated
 
 SIMULATED = 10_000
 PLAN = Plan(arms={"default": {}, "qk_norm=true": {"qk_norm": True}}, learning_rates=(1e-3,), seeds=20, rerun_seeds=0)
 
 
-def simulate(draw: Callable, most: int = DEFAULT_PAIRS) -> dict:
+def simulate(draw: Callable, most: int = JUDGED_PAIRS) -> dict:
     """Shares of the verdicts, and the mean number of pairs, over many comparisons with differences from `draw`."""
-    differences = draw((SIMULATED, most))
-    verdict, pairs = np.zeros(SIMULATED), np.full(SIMULATED, most)
-    for look, n in enumerate(pairs_of_looks(most), 1):
-        low, high = repeated_interval(differences[:, :n], look)
-        crossed = (verdict == 0) & ((high < 0) | (low > 0))
-        verdict[crossed], pairs[crossed] = np.where(high < 0, -1, 1)[crossed], n
-    return {"keep": (verdict < 0).mean(), "discard": (verdict > 0).mean(), "pairs": pairs.mean()}
+    said, look = simulated.verdicts(draw((SIMULATED, most)), boundary(0.05, LOOKS))
+    pairs = np.where(said == 0, most, np.array(pairs_of_looks(most))[look])
+    return {"keep": (said > 0).mean(), "discard": (said < 0).mean(), "pairs": pairs.mean()}
+
+
+@pytest.mark.parametrize(
+    ("level", "constants"),
+    [(0.1, (1.645, 1.678, 1.710, 1.733, 1.751)), (0.05, (1.960, 1.977, 2.004, 2.024, 2.040))],
+)
+def test_the_boundaries_are_those_of_jennison_and_turnbull(level, constants):
+    assert [boundary(level, looks) for looks in range(1, 6)] == pytest.approx(constants, abs=6e-4)
+
+
+def test_the_boundary_of_a_small_level_is_crossed_as_often_as_the_level_says():
+    steps = np.random.default_rng(1).normal(size=(200_000, LOOKS))
+    highest = np.abs(np.cumsum(steps, axis=1)).max(axis=1) / math.sqrt(LOOKS)  # |z| sqrt(k / LOOKS)
+    for level in (0.05, 0.01, 0.002):
+        assert (highest > boundary(level, LOOKS)).mean() == pytest.approx(level, abs=4 * math.sqrt(level / len(steps)))
+        assert crossing_probability(boundary(level, LOOKS), LOOKS) == pytest.approx(level, rel=1e-6)
+
+
+@pytest.mark.parametrize("level", [0.05, 0.018, 0.001])
+def test_a_verdict_is_reached_where_p_is_at_most_the_level_and_the_interval_excludes_0(level):
+    generator = np.random.default_rng(3)
+    for look in [1, 2, 3, 4, 5] * 6:
+        differences = generator.normal(generator.normal(0, 1), 1, 4 * look)
+        result = verdict(differences, look, pairs_of_looks(20), level)
+        low, high = result["interval"]
+        word = "keep" if high < 0 else "discard" if low > 0 else "inconclusive"
+        assert result["verdict"] == word and (word != "inconclusive") == (result["p"] <= level)
 
 
 @pytest.mark.parametrize("most", [10, 20])
@@ -45,16 +68,11 @@ def test_changes_that_do_nothing_are_kept_in_at_most_5_of_100_and_large_ones_nea
 @pytest.mark.slow
 def test_on_recorded_differences_verdicts_are_as_often_right_and_wrong_as_the_documents_say():
     """Each simulated comparison draws from the differences of one of the committed ones, with their mean replaced."""
-    folders = [path.parent for path in sorted(STUDIES.glob("*/runs.jsonl"))]
-    recorded = [np.array(c.differences) for folder in folders for c in study.load(folder).comparisons]
-    centered = [values - values.mean() for values in recorded if len(values) >= 5]
-    assert len(centered) > 30
+    assert len(simulated.recorded()) > 30
 
     def shares(deviations: float) -> tuple[float, float]:
         generator = np.random.default_rng(1)
-        chosen = [centered[n] for n in generator.integers(len(centered), size=SIMULATED)]
-        better = [values - deviations * values.std(ddof=1) for values in chosen]
-        verdicts = simulate(lambda shape: np.stack([generator.choice(values, shape[1]) for values in better]))
+        verdicts = simulate(lambda shape: simulated.recorded_comparisons(generator, shape) - deviations)
         return verdicts["keep"], verdicts["discard"]
 
     assert shares(0) == pytest.approx((0.035, 0.049), abs=0.01)
@@ -66,8 +84,9 @@ def test_of_20_real_comparisons_of_an_arm_with_itself_one_is_kept_and_one_discar
     said, table = [], pd.read_csv(Path(__file__).with_name("arm_with_itself.csv"))
     for _, pairs in table.groupby("comparison"):
         differences = (pairs.loss_again - pairs.loss).to_numpy()
-        ends = [repeated_interval(differences[pairs.look <= look], look) for look in pairs.look.unique()]
-        verdicts = ["keep" if high < 0 else "discard" if low > 0 else "inconclusive" for low, high in ends]
+        looks = pairs_of_looks(JUDGED_PAIRS)
+        results = [verdict(differences[: looks[look - 1]], look, looks, 0.05) for look in pairs.look.unique()]
+        verdicts = [result["verdict"] for result in results]
         assert verdicts == pairs.verdict.dropna().tolist() and set(verdicts[:-1]) <= {"inconclusive"}
         said.append(verdicts[-1])
     assert Counter(said) == {"inconclusive": 18, "keep": 1, "discard": 1} and table.seed.is_unique
@@ -77,14 +96,14 @@ def test_of_20_real_comparisons_of_an_arm_with_itself_one_is_kept_and_one_discar
 def judged_with(row, start_of, config, tmp_path, capsys):
     """The lines of a verdict on a plan, with losses by run instead of training."""
 
-    def verdict(loss, **fields) -> list[dict]:
+    def judge(loss, **fields) -> list[dict]:
         plan = dataclasses.replace(PLAN, config=str(config), **fields)
         experiment = execute.Experiment(plan, tmp_path, ["cpu"], "CPU", 1, [])
         start = start_of(lambda run, device: row(run, loss(run)))
-        last = execute.judge(experiment, start)
-        return [json.loads(line) for line in [*capsys.readouterr().out.splitlines(), last]]
+        last = execute.judge(experiment, 0.05, start)
+        return [*map(json.loads, capsys.readouterr().out.splitlines()), json.loads(json.dumps(last))]
 
-    return verdict
+    return judge
 
 
 @pytest.mark.parametrize(("shift", "word"), [(-0.1, "keep"), (0.1, "discard")])
@@ -106,8 +125,7 @@ def test_no_difference_and_used_up_hours_decide_nothing_and_a_change_that_diverg
     lines = judged_with(lambda run: 3 + (run.arm != "default") * math.sin(run.seed), seeds=12)
     assert [line["pairs"] for line in lines] == [2, 4, 7, 9, 12]
     assert {line["verdict"] for line in lines} == {"inconclusive"}
-    reasons = [lines[i]["reason"] for i in (0, 1, -1)]
-    assert [re.search(r"\d+", reason)[0] for reason in reasons] == ["2", "3", "12"] and "next look" in reasons[0]
+    assert lines[0]["reason"] == "not decided after 2 of at most 12 pairs"
     (short,) = judged_with(lambda run: 3.0 - (run.arm != "default"), hours=5 / 3600)
     assert short["verdict"] == "inconclusive" and "hours" in short["reason"]
     assert judged_with(lambda run: None if run.arm != "default" else 3.0)[-1]["verdict"] == "discard"
@@ -118,7 +136,8 @@ def test_a_change_whose_process_was_killed_is_not_discarded(judged_with):
     assert last["verdict"] == "inconclusive" and "did not complete" in last["reason"]
 
 
-def test_what_cannot_be_judged_is_refused():
-    for fields in ({"seeds": 8}, {"arms": {"a": {}, "b": {"qk_norm": True}, "c": {"norm": "layer"}}}):
-        with pytest.raises(UserError, match="judge needs two arms"):
-            judged(dataclasses.replace(PLAN, **fields))
+def test_what_cannot_be_judged_is_refused(tmp_path):
+    three = {"a": {}, "b": {"qk_norm": True}, "c": {"norm": "layer"}}
+    for fields, words in (({"seeds": 8}, "--seeds must be 10 or more"), ({"arms": three}, "two arms .*, not 3")):
+        with pytest.raises(UserError, match=words):
+            execute.compare(dataclasses.replace(PLAN, **fields), tmp_path, "cpu", 1, None, 0.05, False)
