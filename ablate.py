@@ -164,8 +164,7 @@ def main() -> int:
                 folder, level = campaign.idea_folder(plan.name), campaign.level
                 plan = dataclasses.replace(plan, first_seed=campaign.first_seed)
             if command.pairs:
-                for line in judge_pairs(command.pairs, campaign):
-                    print(line, flush=True)
+                judge_pairs(command.pairs, campaign)
                 return 0
             status = execute.compare(plan, folder, command.device, command.jobs, command.ray, level, command.dry_run)
             if campaign and not status and not command.dry_run:

@@ -7,7 +7,6 @@ may follow from any verdicts, as long as this probability holds given all that h
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -107,7 +106,6 @@ def read_pairs(path: Path) -> dict[str, pd.Series]:
     columns = ["idea", "seed", "arm", "loss"]
     with reading(path, f"it needs rows with the columns {', '.join(columns)}"):
         rows = (pd.DataFrame(read_lines(path)) if path.suffix == ".jsonl" else pd.read_csv(path))[columns]
-        rows.iloc[0]  # raises where there is none
     rows["seed"], rows["loss"] = (pd.to_numeric(rows[name], errors="coerce") for name in ("seed", "loss"))
     problems = {
         "it has no idea, or an arm other than a and b": rows.idea.isna() | ~rows.arm.isin(["a", "b"]),
@@ -123,8 +121,8 @@ def read_pairs(path: Path) -> dict[str, pd.Series]:
     return {str(idea): pairs.droplevel(0) for idea, pairs in (b - a.reindex(b.index)).groupby(level=0, sort=False)}
 
 
-def judge_pairs(path: Path, campaign: Campaign | None) -> Iterator[str]:
-    """The verdicts on a table of losses, as JSON: one test of all pairs of an idea; without those in the ledger."""
+def judge_pairs(path: Path, campaign: Campaign | None) -> None:
+    """Print verdicts on a table of losses as JSON: one test of all pairs of an idea; without those in the ledger."""
     for idea, pairs in read_pairs(path).items():
         seeds = sorted(map(int, pairs.index))
         earlier = [line for line in campaign.ledger if {*line.seeds} & {*seeds}] if campaign else []
@@ -136,4 +134,4 @@ def judge_pairs(path: Path, campaign: Campaign | None) -> Iterator[str]:
         result = verdict(pairs.to_numpy(), 1, [len(seeds)], level) | {"level": level, "steps": None, "b": idea}
         if campaign:
             campaign.add(campaign.baseline, idea, seeds, result)
-        yield json.dumps(result)
+        print(json.dumps(result), flush=True)

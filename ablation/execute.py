@@ -192,14 +192,11 @@ def estimate_run(experiment: Experiment, torch_device: str) -> None:
 def compare(
     plan: Plan, folder: Path, device: str, jobs: int | None, ray: str | None, level: float | None, dry_run: bool
 ) -> int:
-    """Train the runs that are missing, and report; returns the exit status. ray: the address of a cluster. level: that
-    at which the second arm is judged; None: all arms are compared.
-    """
+    """Train the runs that are missing, and report, or judge at a level; returns the exit status. ray: an address."""
     if level is not None:
-        if len(plan.all_arms) != 2:
-            raise UserError(f"judge needs two arms (--a and --b), not {len(plan.all_arms)}.")
-        if plan.seeds < 2 * LOOKS:
-            raise UserError(f"judge looks at its pairs {LOOKS} times: --seeds must be {2 * LOOKS} or more.")
+        arms, pairs = len(plan.all_arms), 2 * LOOKS
+        if arms != 2 or plan.seeds < pairs:
+            raise UserError(f"judge needs 2 arms and --seeds {pairs} or more; here are {arms} and --seeds {plan.seeds}.")
     for settings in (arm_settings(plan, arm) for arm in plan.all_arms.values()):
         with torch.device("meta"):  # no memory
             freeze_parameters(Decoder(settings.model), settings.run.freeze)

@@ -18,10 +18,8 @@ LOOKS = 5
 
 
 def crossing_probability(constant: float, looks: int) -> float:
-    """How often |z| reaches constant * sqrt(looks / k) at any look k if there is no difference: z sqrt(k) is a sum of
-    k standard normal steps, whose density is integrated look by look (Armitage, McPherson and Rowe 1969).
-    """
-    limit = constant * math.sqrt(looks)
+    """How often |z| reaches constant * sqrt(looks / k) at a look k without a difference (Armitage et al. 1969)."""
+    limit = constant * math.sqrt(looks)  # of z sqrt(k), a sum of k normal steps; its density is integrated by look
     nodes, weights = np.polynomial.legendre.leggauss(100)
     sums, weights = limit * nodes, limit * weights
     step = np.exp(-((sums[:, None] - sums) ** 2) / 2) / math.sqrt(2 * math.pi) * weights
@@ -44,9 +42,7 @@ def pairs_of_looks(maximum: int) -> list[int]:
 
 
 def verdict(differences: np.ndarray, look: int, looks: list[int], level: float) -> dict:
-    """What the pairs of a look (from 1) say at a two-sided level. interval: it excludes 0 where they decide; p: the
-    smallest level at which they would.
-    """
+    """What the pairs of a look (from 1) say at a two-sided level; p: the smallest level at which they would decide."""
     n, share, mean = len(differences), look / len(looks), differences.mean()
     limit = boundary(level, len(looks)) / math.sqrt(share)
     reach = -special.stdtrit(n - 1, special.ndtr(-limit)) * standard_error(differences)

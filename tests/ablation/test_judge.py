@@ -1,10 +1,10 @@
 """A verdict on a change: the boundaries, how often it is wrong, and what it prints."""
 
 import dataclasses
+import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,42 +12,30 @@ import pandas as pd
 import pytest
 
 from ablation import execute, study
-from ablation.judge import LOOKS, boundary, crossing_probability, pairs_of_looks, verdict
+from ablation.judge import LOOKS, boundary, pairs_of_looks, verdict
 from ablation.plan import JUDGED_PAIRS, Plan
 from errors import UserError
 from tests.ablation import simulated
 
-SIMULATED = 10_000
 PLAN = Plan(arms={"default": {}, "qk_norm=true": {"qk_norm": True}}, learning_rates=(1e-3,), seeds=20, rerun_seeds=0)
 
 
-def simulate(draw: Callable, most: int = JUDGED_PAIRS) -> dict:
-    """Shares of the verdicts, and the mean number of pairs, over many comparisons with differences from `draw`."""
-    said, look = simulated.verdicts(draw((SIMULATED, most)), boundary(0.05, LOOKS))
-    pairs = np.where(said == 0, most, np.array(pairs_of_looks(most))[look])
-    return {"keep": (said > 0).mean(), "discard": (said < 0).mean(), "pairs": pairs.mean()}
-
-
-@pytest.mark.parametrize(
-    ("level", "constants"),
-    [(0.1, (1.645, 1.678, 1.710, 1.733, 1.751)), (0.05, (1.960, 1.977, 2.004, 2.024, 2.040))],
-)
-def test_the_boundaries_are_those_of_jennison_and_turnbull(level, constants):
-    assert [boundary(level, looks) for looks in range(1, 6)] == pytest.approx(constants, abs=6e-4)
-
-
-def test_the_boundary_of_a_small_level_is_crossed_as_often_as_the_level_says():
-    steps = np.random.default_rng(1).normal(size=(200_000, LOOKS))
+def test_boundaries_are_those_of_jennison_and_turnbull_and_crossed_as_often_as_the_level_says():
+    assert [boundary(0.1, looks) for looks in range(1, 6)] == pytest.approx(
+        [1.645, 1.678, 1.71, 1.733, 1.751], abs=6e-4
+    )
+    assert [boundary(0.05, looks) for looks in range(1, 6)] == pytest.approx(
+        [1.96, 1.977, 2.004, 2.024, 2.04], abs=6e-4
+    )
+    steps = np.random.default_rng(1).normal(size=(100_000, LOOKS))
     highest = np.abs(np.cumsum(steps, axis=1)).max(axis=1) / math.sqrt(LOOKS)  # |z| sqrt(k / LOOKS)
     for level in (0.05, 0.01, 0.002):
         assert (highest > boundary(level, LOOKS)).mean() == pytest.approx(level, abs=4 * math.sqrt(level / len(steps)))
-        assert crossing_probability(boundary(level, LOOKS), LOOKS) == pytest.approx(level, rel=1e-6)
 
 
-@pytest.mark.parametrize("level", [0.05, 0.018, 0.001])
-def test_a_verdict_is_reached_where_p_is_at_most_the_level_and_the_interval_excludes_0(level):
+def test_a_verdict_is_reached_where_p_is_at_most_the_level_and_the_interval_excludes_0():
     generator = np.random.default_rng(3)
-    for look in [1, 2, 3, 4, 5] * 6:
+    for level, look in itertools.product([0.05, 0.018, 0.001], [1, 2, 3, 4, 5] * 4):
         differences = generator.normal(generator.normal(0, 1), 1, 4 * look)
         result = verdict(differences, look, pairs_of_looks(20), level)
         low, high = result["interval"]
@@ -55,25 +43,12 @@ def test_a_verdict_is_reached_where_p_is_at_most_the_level_and_the_interval_excl
         assert result["verdict"] == word and (word != "inconclusive") == (result["p"] <= level)
 
 
-@pytest.mark.parametrize("most", [10, 20])
-def test_changes_that_do_nothing_are_kept_in_at_most_5_of_100_and_large_ones_nearly_always(most):
-    generator = np.random.default_rng(most)
-    for nothing in (lambda shape: generator.normal(0, 1, shape), lambda shape: generator.standard_t(3, shape)):
-        shares = simulate(nothing, most)
-        assert 0.015 < shares["keep"] < 0.035 > shares["discard"] > 0.015 and shares["pairs"] > 0.95 * most
-    better = simulate(lambda shape: generator.normal(-2, 1, shape), most)
-    assert better["keep"] > 0.99 and better["discard"] == 0 and better["pairs"] < 0.8 * most
-
-
 @pytest.mark.slow
 def test_on_recorded_differences_verdicts_are_as_often_right_and_wrong_as_the_documents_say():
-    """Each simulated comparison draws from the differences of one of the committed ones, with their mean replaced."""
-    assert len(simulated.recorded()) > 30
-
     def shares(deviations: float) -> tuple[float, float]:
-        generator = np.random.default_rng(1)
-        verdicts = simulate(lambda shape: simulated.recorded_comparisons(generator, shape) - deviations)
-        return verdicts["keep"], verdicts["discard"]
+        differences = simulated.recorded_comparisons(np.random.default_rng(1), (10_000, JUDGED_PAIRS)) - deviations
+        said, _ = simulated.verdicts(differences, boundary(0.05, LOOKS))
+        return (said > 0).mean(), (said < 0).mean()
 
     assert shares(0) == pytest.approx((0.035, 0.049), abs=0.01)
     assert shares(0.5) == pytest.approx((0.61, 0.003), abs=0.01)
@@ -138,6 +113,6 @@ def test_a_change_whose_process_was_killed_is_not_discarded(judged_with):
 
 def test_what_cannot_be_judged_is_refused(tmp_path):
     three = {"a": {}, "b": {"qk_norm": True}, "c": {"norm": "layer"}}
-    for fields, words in (({"seeds": 8}, "--seeds must be 10 or more"), ({"arms": three}, "two arms .*, not 3")):
+    for fields, words in (({"seeds": 8}, "--seeds 10 or more; .* --seeds 8"), ({"arms": three}, "2 arms .* are 3")):
         with pytest.raises(UserError, match=words):
             execute.compare(dataclasses.replace(PLAN, **fields), tmp_path, "cpu", 1, None, 0.05, False)
