@@ -41,8 +41,7 @@ python ablate.py judge --a "" --b "qk_norm=true"    keep or discard a change; --
 python ablate.py report FOLDER     write the report of a comparison again
 
 Ctrl-C stops it and the same command resumes it. Its folder gets runs.jsonl, and report.md, which is derived from it.
-
-Defaults below are those of this command's plan: --help after a PLAN, --vary or judge may show others."""
+Defaults below are those of this command: --help after a PLAN, --vary or judge may show others."""
 RUNS_DEPEND_ON = ("steps", "learning_rates", "perturbations")  # flags that make other runs, for another folder
 
 

@@ -85,10 +85,8 @@ class Campaign:
         columns = ("idea", "baseline", "verdict", "difference", "interval", "looks", "p", "level")
         rows = [{x: getattr(line, x) for x in columns} | {"worth": in_words(line.steps)} for line in self.ledger]
         keeps = "; ".join(line.idea for line in self.ledger if line.verdict == "keep")
-        text = (
-            f"Kept: {keeps or 'nothing'}. On average at most {self.fdr:.0%} of what is kept does nothing. The level of "
-        )
-        text += f"the next idea, against {self.baseline}, is {self.level:.3g}."
+        text = f"Kept: {keeps or 'nothing'}. On average at most {self.fdr:.0%} of what is kept does nothing. "
+        text += f"The level of the next idea, against {self.baseline}, is {self.level:.3g}."
         replace_text(self.folder / "report.md", f"# {self.folder.name}\n\n{text}\n\n{table(rows)}\n")
 
 

@@ -196,7 +196,7 @@ def compare(
     if level is not None:
         arms, pairs = len(plan.all_arms), 2 * LOOKS
         if arms != 2 or plan.seeds < pairs:
-            raise UserError(f"judge needs 2 arms and --seeds {pairs} or more; here are {arms} and --seeds {plan.seeds}.")
+            raise UserError(f"judge needs 2 arms and --seeds {pairs} or more; here are {arms}, --seeds {plan.seeds}.")
     for settings in (arm_settings(plan, arm) for arm in plan.all_arms.values()):
         with torch.device("meta"):  # no memory
             freeze_parameters(Decoder(settings.model), settings.run.freeze)

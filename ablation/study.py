@@ -149,9 +149,8 @@ class Study:
         return mean_effect(name, losses @ np.array([*weights.values()]), self.unit)
 
     def in_steps(self, baseline: str, difference: float, interval: Sequence[float]) -> dict | None:
-        """A difference from a baseline in percent of the steps: training the baseline that much longer changes its loss
-        as much, by the slope of its loss over log(steps), from runs of another "length", else from the "curve", between
-        a quarter of the steps and four times. None without these, or where the loss does not fall.
+        """Percent of the steps: training the baseline that much longer changes its loss as much, by its slope over
+        log(steps), of runs of another "length" or else its "curve". None without these, or where the loss rises.
         """
         arms, source, losses = self.plan.all_arms, "length", {}
         for arm in arms.values():
