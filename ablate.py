@@ -42,7 +42,7 @@ python ablate.py report FOLDER     write the report of a comparison again
 
 Ctrl-C stops it and the same command resumes it. Its folder gets runs.jsonl, and report.md, which is derived from it.
 Defaults below are those of this command: --help after a PLAN, --vary or judge may show others."""
-RUNS_DEPEND_ON = ("steps", "learning_rates", "perturbations")  # flags that make other runs, for another folder
+RUNS_DEPEND_ON = ("config", "steps", "learning_rates", "perturbations")  # flags that make other runs
 
 
 @dataclass(frozen=True)  # comments and docstrings of fields are the help of the flags
@@ -62,9 +62,8 @@ class Command:
     pairs: Annotated[Path | None, optional("FILE")] = None
     """judge: losses of any program, a CSV (or .jsonl) file with the columns idea, seed, arm (a or b) and loss"""
     quick: bool = False  # Three pairs of 300 steps at one learning rate: only large differences show
-    out: Annotated[Path | None, optional("FOLDER")] = (
-        None  # Folder of the results (default: runs/ablation-NAME, or in that of --campaign)
-    )
+    out: Annotated[Path | None, optional("FOLDER")] = None
+    """Folder of the results (default: runs/ablation-NAME, or one in that of --campaign)"""
     device: str = "auto"  # auto (all GPUs, else MPS, else the cores of the CPU) or a torch device
     jobs: Annotated[int | None, optional("INT")] = None  # Runs at once; by default one for each GPU, or core of a CPU
     ray: Annotated[str | None, optional("ADDRESS")] = None  # Use a Ray cluster: auto, or the address of its head
@@ -85,6 +84,8 @@ def parse(arguments: list[str], judging: bool = False) -> Command:
         parse_flags(Command, args=without_help, **options)  # raises what is wrong
     if (not judging and (first.campaign or first.pairs)) or (not first.campaign and (first.adopt or first.fdr)):
         raise UserError("--campaign and --pairs belong to judge, and --fdr and --adopt to judge --campaign FOLDER.")
+    if first.campaign and first.out:
+        raise UserError("the results of an idea are in the folder of --campaign; leave out --out.")
     plan = starting_plan(first, judging)
     if first.quick:
         rate = plan.learning_rates[:1] or (base_settings(plan.config).optimizer.learning_rate,)

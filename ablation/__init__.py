@@ -1,1 +1,1 @@
-"""Comparisons of norms and other choices: plan, paired runs, statistics, claims and a report."""
+"""Comparisons of norms and other choices: plan, paired runs, statistics, verdicts and a report."""
