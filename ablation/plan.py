@@ -90,9 +90,11 @@ class Plan:
         """By arm its learning rate, or those, ascending, of which a sweep chooses one."""
         default, rates = base_settings(self.config).optimizer.learning_rate, tuple(sorted({*self.learning_rates}))
         if not rates:
-            norms = {self.value(arm, "norm") for arm in self.all_arms.values() if "norm" in self.varied}
-            unfair = norms - {"rms", "layer"} or {"norm_placement", "mlp", "optimizer"} & {*self.varied}
-            rates = tuple(factor * default for factor in SWEEP_FACTORS) if unfair else (default,)
+            norms = {self.value(arm, "norm") for arm in self.all_arms.values()}
+            needs_sweep = {"norm_placement", "mlp", "optimizer"} & {*self.varied}  # their best rates differ
+            if "norm" in self.varied and norms - {"rms", "layer"}:
+                needs_sweep.add("norm")
+            rates = tuple(factor * default for factor in SWEEP_FACTORS) if needs_sweep else (default,)
         own = {name: arm.settings.get("learning_rate") for name, arm in self.all_arms.items()}
         return {name: (rate,) if rate else rates for name, rate in own.items()}
 

@@ -16,7 +16,8 @@ from ablation.study import Study
 from files import read_json, replace_text, replacing
 from model.count import num_norm_parameters, num_parameters
 
-MISSING, VERDICT = "-", "verdict.json"  # what judge said last
+MISSING = "-"
+VERDICT = "verdict.json"  # what judge said last
 PHASES = {
     "sweep": "to find learning rates",
     "pilot": "to fix the number of pairs",

@@ -114,7 +114,7 @@ def probe(session: Session) -> dict[str, float]:
 
     norms = [module for module in session.model.modules() if isinstance(module, Norm)]
     hooks = [norm.register_forward_hook(probe_stream) for norm in norms]
-    evaluate(session.model, first_windows(session, 1), None, session.device)
+    evaluate(session.model, first_windows(session, tokens=1), None, session.device)  # one batch, as it has a token
     for hook in hooks:
         hook.remove()
     deeper = over_std[len(over_std) // 2 :]

@@ -127,7 +127,8 @@ class Comparison:
     def more_pairs(self) -> tuple[int, int, int]:
         """Pairs for 80% power, for equivalence or a difference beyond the margin; then fewest and most by its std."""
         stds = self.deviation, *(deviation_limit(self.differences, level) for level in (0.025, 0.975))
-        distance, alpha = abs(self.effect.estimate), SIGNIFICANCE / 2 * min(1, self.effect.p / self.p_holm)  # by Holm
+        distance = abs(self.effect.estimate)
+        alpha = SIGNIFICANCE / 2 * min(1, self.effect.p / self.p_holm)  # as Holm multiplied this p
         if distance < self.margin:
             best, *ends = (pairs_for_equivalence(std, self.margin, self.family_size) for std in stds)
         else:

@@ -213,7 +213,9 @@ class Study:
             for name, value in chosen:
                 sign = {value: 1, first[name]: -1}
                 signs *= [sign.get(of_arm, 0) for of_arm in values[name]]
-            weights = signs * 2 ** (len(chosen) - 1) / (signs > 0).sum()  # as many arms are positive as negative
+            # Main effect: a mean of arms minus that of as many others. Interaction: the mean of ab - a - b + first,
+            # in which one arm in two is positive, so that the factor is 2 / their number.
+            weights = signs * 2 ** (len(chosen) - 1) / (signs > 0).sum()
             effects.append(self.mean_loss(title, dict(zip(arms, weights, strict=True))))
         return [effect for effect in effects if effect is not None]
 
