@@ -23,9 +23,9 @@ def section(title: str) -> str:
 
 
 def commands(text: str) -> list[str]:
-    """The command lines of a document that start a script or module of ours, in code blocks and inline."""
+    """The commands of a document that start a script or module of ours, in code blocks and inline, without comments."""
     code = re.findall(r"^```\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    lines = [line for block in code for line in block.splitlines()]
+    lines = [line.split("  #")[0] for block in code for line in block.splitlines()]
     lines += [" ".join(inline.split()) for inline in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
     return [command for line in lines for command in line.split("&&") if re.match(r"\s*python (-m )?\w", command)]
 
@@ -46,6 +46,11 @@ def test_every_file_module_config_and_plan_that_a_document_names_exists(document
         studies = set(re.findall(r"ablate\.py (\w[\w-]*)", command)) - {"judge", "report", "NAME"}
         named += [f"studies/{name}/plan.toml" for name in studies]
     assert [name for name in named if not (ROOT / name.strip()).is_file()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_a_block_of_commands_can_be_pasted_because_explanations_are_comments(document):
+    assert [command for command in commands(TEXTS[document]) if re.search(r"\S {2,}\S", command)] == []
 
 
 @pytest.mark.parametrize("script", ["train.py", "generate.py", "ablate.py", "serve.py"])
