@@ -32,10 +32,11 @@ class Sampling:
         check_fields(self)
 
 
-UNUSED = """
-    typical_p epsilon_cutoff eta_cutoff num_beams penalty_alpha no_repeat_ngram_size bad_words_ids sequence_bias
-    suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id min_new_tokens guidance_scale
-""".split()  # fields of generation_config.json that change what transformers generates
+# Fields of generation_config.json that change what transformers generates, unless missing or equal to this value.
+UNSUPPORTED = {"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "num_beams": 1, "penalty_alpha": 0}
+UNSUPPORTED |= {"min_length": 0, "min_new_tokens": 0, "no_repeat_ngram_size": 0, "guidance_scale": 1}
+UNSUPPORTED |= {"suppress_tokens": [], "begin_suppress_tokens": [], "bad_words_ids": [], "sequence_bias": []}
+UNSUPPORTED |= {"stop_strings": [], "forced_bos_token_id": None, "forced_eos_token_id": None}
 # Saved with each model that is trained here. Of 40 texts of the default run none loops; with a penalty of 1.15 nine do.
 SMALL_MODELS = Sampling(repetition_penalty=1.2, temperature=0.7, min_p=0.05)
 
@@ -112,9 +113,9 @@ def recommended_sampling(directory: Path, adapter: str | None = None) -> Samplin
     """The sampling that generation_config.json recommends for conversations, as transformers reads it, or None."""
     path = generation_config(*find_adapter(directory, adapter))
     fields = {key: value for key, value in read_json(path).items() if value is not None}
-    unused = [key for key in UNUSED if fields.get(key) not in (None, 0, 1, [])]
-    if unused:
-        note(f"{path} has {', '.join(unused)}, without effect here")
+    unsupported = [key for key, neutral in UNSUPPORTED.items() if fields.get(key, neutral) != neutral]
+    if unsupported:
+        note(f"{path} has {', '.join(unsupported)}, without effect here")
     recommended = {name: fields[name] for name in vars(Sampling()) if name in fields}
     if not recommended and "do_sample" not in fields:
         return None

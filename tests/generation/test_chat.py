@@ -93,15 +93,28 @@ def test_text_that_a_normalizer_turns_into_a_token_is_no_token(model, normalizer
         ({"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.3}, {"temperature": 0, "repetition_penalty": 1.3}),
         ({"do_sample": True, "min_p": 0.1, "temperature": None}, {"temperature": 1, "top_k": 50, "min_p": 0.1}),
         ({"do_sample": True, "top_k": -1}, {"temperature": 1.0}),  # as vLLM has it
-        ({"do_sample": True, "no_repeat_ngram_size": 3, "num_beams": 1}, {"temperature": 1.0, "top_k": 50}),
+        ({"do_sample": True}, {"temperature": 1.0, "top_k": 50}),
     ],
 )
 def test_sampling_is_what_the_generation_config_recommends(tmp_path, capsys, fields, expected):
     assert recommended_sampling(tmp_path) is None
     write(tmp_path / "generation_config.json", fields)
     assert recommended_sampling(tmp_path) == (None if expected is None else Sampling(**expected))
-    unused = "has no_repeat_ngram_size, without effect here" in capsys.readouterr().err
-    assert unused == ("no_repeat_ngram_size" in fields)
+    assert capsys.readouterr().err == ""
+
+
+def test_what_changes_the_texts_of_transformers_alone_is_named(tmp_path, capsys):
+    neutral = {"num_beams": 1, "typical_p": 1.0, "guidance_scale": 1, "min_new_tokens": 0, "penalty_alpha": 0.0}
+    neutral |= {"suppress_tokens": [], "forced_eos_token_id": None, "epsilon_cutoff": 0.0}
+    other = {"min_new_tokens": 1, "no_repeat_ngram_size": 1, "forced_eos_token_id": 1, "forced_bos_token_id": 0}
+    other |= {"typical_p": 0, "guidance_scale": 0, "bad_words_ids": [[1]]}
+    for name, fields in {"neutral": neutral, "other": other}.items():
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "generation_config.json", fields)
+        recommended_sampling(tmp_path / name)
+    [line] = capsys.readouterr().err.splitlines()
+    names = line.removeprefix(f"{tmp_path}/other/generation_config.json has ").removesuffix(", without effect here")
+    assert {*names.split(", ")} == {*other}
 
 
 def test_a_recommendation_that_is_none_is_one_line(tmp_path):
