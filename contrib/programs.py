@@ -15,23 +15,36 @@ from pathlib import Path
 import numpy as np
 import torch
 
+Errors = type[Exception] | tuple[type[Exception], ...]
 
-def ask(program: Callable[..., Iterator[dict]], questions: dict, **files: str) -> dict:
-    """All answers of a program; "refused" has the reason of a refusal."""
+
+def ask(
+    program: Callable[..., Iterator[dict]], questions: dict, refusals: Errors = (ImportError, OSError, ValueError),
+    crashes: Errors = Exception, **files: str,
+) -> dict:  # fmt: skip
+    """All answers of a program; "refused" has the reason of a refusal, or of a crash. Other errors are raised."""
     answers = {"program": program.__name__}
     try:
         for more in program(questions, **files):
             answers |= more
-    except Exception as error:
-        answers["refused"] = f"refused: {f'{error} '.splitlines()[0]:.120}"
+    except refusals as error:
+        answers["refused"] = f"refused: {first_line(error)}"
+    except crashes as error:
+        answers["refused"] = f"crashed: {type(error).__name__}: {first_line(error)}"
     return answers
 
 
-def text_answers(questions: dict, encode: Callable, encode_with_bos: Callable, chat: Callable) -> dict:
+def first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:120]
+
+
+def text_answers(
+    questions: dict, encode: Callable, encode_with_bos: Callable, chat: Callable, refusals: Errors = Exception
+) -> dict:
     """Ids of texts, and text and ids of conversations."""
     conversations = {}
     for i, messages in enumerate(questions["conversations"], 1):
-        with contextlib.suppress(Exception):  # the template refuses the conversation, or is missing
+        with contextlib.suppress(refusals):  # the template refuses the conversation, or is missing
             conversations[f"conversation {i}"] = chat(messages)
     texts = {text: encode(text) for text in questions["texts"]}
     return {"ids of texts": texts, "ids with BOS": encode_with_bos("a"), "conversations": conversations}

@@ -119,14 +119,14 @@ def ask_programs(place: str, pythons: tuple[str, ...], questions: dict) -> Itera
         model, adapter = find_adapter(find_checkpoint(place))
         files = {"model": model, "adapter": adapter, "tokenizer": tokenizer_directory(model, adapter)}
         llama = exported_to_llama_cpp
-        yield ask(prenorm, questions, place=place)
+        yield ask(prenorm, questions, UserError, crashes=(), place=place)
     files = {name: str(path.absolute()) for name, path in files.items() if path is not None}
     if importlib.util.find_spec("transformers"):
         yield ask(transformers, questions, **files)
     for python in pythons:
         yield ask_other_python(python, {"questions": questions, **files})
     if importlib.util.find_spec("llama_cpp"):
-        yield ask(llama, questions, place=place)
+        yield ask(llama, questions, (UserError, OSError, ValueError), place=place)
 
 
 def prenorm(questions: dict, place: str) -> Iterator[dict]:
@@ -138,7 +138,7 @@ def prenorm(questions: dict, place: str) -> Iterator[dict]:
         text = "".join(ChatFormat(tokenizer).render(messages))
         return {"text": text.replace(BREAK, ""), "ids": tokenizer.encode_special(text, BREAK).ids}
 
-    yield text_answers(questions, tokenizer.encode, lambda text: bos + tokenizer.encode(text), chat)
+    yield text_answers(questions, tokenizer.encode, lambda text: bos + tokenizer.encode(text), chat, UserError)
     sampling = recommended_sampling(find_checkpoint(place)) or Sampling(temperature=0)
     yield {"EOS": sorted(ends), "sampling": vars(sampling)}
     decoder = load_pretrained(checkpoint, cast=True).eval().requires_grad_(False)
@@ -168,7 +168,7 @@ def ask_other_python(python: str, arguments: dict) -> dict:
         command = [os.path.abspath(shutil.which(python) or python), "-m", "contrib.programs", asked, answered]
         done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
         if done.returncode:
-            return {"program": python, "refused": f"refused: {done.stderr.strip().splitlines()[-1]}"}
+            return {"program": python, "refused": "crashed: " + done.stderr.strip().split("\n")[-1]}
         with np.load(answered) as arrays:
             answers = {name: json.loads(str(array)) if array.ndim == 0 else array for name, array in arrays.items()}
     return answers | {"program": f"{answers['program']} ({python})"}

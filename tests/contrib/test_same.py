@@ -152,6 +152,28 @@ def test_who_refuses_says_so_and_does_not_agree(good, compare):
     assert "ids of texts" not in cells  # its tokenizer opens
 
 
+def test_a_crash_of_another_program_is_told_from_a_refusal_and_one_of_this_program_is_raised(
+    good, compare, monkeypatch
+):
+    def refuse(questions, **files):
+        yield {"program": "other"}
+        raise ValueError("this model is unknown")
+
+    def crash(questions, **files):
+        yield {"program": "another"}
+        raise TypeError("'NoneType' object is not iterable")
+
+    model = good()
+    monkeypatch.setattr(same, "transformers", refuse)
+    assert compare(model, programs="other")[1]["other"]["opens"] == "refused: this model is unknown"
+    monkeypatch.setattr(same, "transformers", crash)
+    cell = compare(model, programs="another")[1]["another"]["opens"]
+    assert cell == "crashed: TypeError: 'NoneType' object is not iterable"
+    monkeypatch.setattr(same, "prenorm", crash)
+    with pytest.raises(TypeError):
+        compare(model)
+
+
 def test_logits_that_are_not_finite_or_too_many_are_differences(good, compare, tmp_path):
     model, other = good(), good("other", vocab_size=301)
     assert compare(model, other=str(other))[1]["other in prenorm"]["logits"] == "ours 300 logits, theirs 301"
