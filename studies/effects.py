@@ -66,9 +66,9 @@ def contrasts(study: Study) -> dict[str, dict[str, Effect]]:
     return effects
 
 
-def pairs_at_5e_4() -> list[pd.Series]:
-    """The losses of RMSNorm minus those of LayerNorm, in SETS, and those of a pilot and of a sweep."""
-    studies = [*map(load_study, SETS)]
+def pairs_at_5e_4(names: Sequence[str] = SETS) -> list[pd.Series]:
+    """The losses of RMSNorm minus those of LayerNorm in these studies, in the first one's pilot and in a sweep."""
+    studies = [*map(load_study, names)]
     sweep = load_study("factorial-tuned").rows.query("phase == 'sweep' and learning_rate == 5e-4").set_index("seed")
     differences = [study.schedule.paired("final", "rms").difference for study in studies]
     differences.append(studies[0].schedule.paired("pilot", "rms").difference)

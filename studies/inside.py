@@ -16,7 +16,7 @@ from ablation.plots import COLOURS, panels
 from checkpoints.find import find_checkpoint
 from checkpoints.pretrained import load_pretrained
 from data.tokenizer import load_tokenizer
-from errors import exit_on_user_error, printable
+from errors import UserError, exit_on_user_error, printable
 from model.inspect import Inspection, inspect
 
 LEGENDS = {
@@ -70,6 +70,8 @@ def main(
         ids = [tokenizer.document_start, *tokenizer.encode(text)]
         figure = grid(inspect(decoder, ids), [repr(tokenizer.decode([i], special=True))[1:-1] for i in ids], show)
     else:
+        if (decoder.config.norm, decoder.config.norm_placement) != ("rms", "pre"):
+            raise UserError(f"{run} is no pre-norm model with RMSNorm; give a text, to draw what its norms read.")
         ids = tokenizer.encode(Path(argparse.__file__).read_text(encoding="utf-8"))[:4096]
         rms = [inspect(decoder, ids[start : start + 512]).rms for start in range(0, 4096, 512)]
         figure = growth(torch.cat(rms, dim=1), decoder.config.norm_eps)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shutil
 from pathlib import Path
 
 import matplotlib.image
@@ -11,10 +12,12 @@ import torch
 from ablation import study
 from ablation.plan import Plan, find_plan, load_plan, save_plan
 from ablation.stats import Effect, mean_effect
+from checkpoints.pretrained import save_pretrained
+from errors import UserError
 from model.inspect import inspect
 from studies import claims, convert
 from studies.claims import judge
-from studies.effects import contrasts, draw
+from studies.effects import contrasts, draw, pairs_at_5e_4
 from studies.inside import LEGENDS, grid, main
 
 STUDIES = Path(__file__).parents[2] / "studies"
@@ -48,6 +51,7 @@ def test_they_are_the_effects_of_a_grid_and_drawn_for_every_study():
     for effect, name in zip(factorial.effects, ("no mean", "no bias"), strict=False):
         assert contrasts(factorial)[""][name].interval == pytest.approx(effect.interval)
     drawn = draw([factorial, budget]).axes[0]
+    assert [len(pairs) for pairs in pairs_at_5e_4(["factorial"])] == [30, 8, 3]  # its pilot, and a sweep of another
     rows = ["small model, 2,400 steps\n30 pairs", "small model, 600 steps\n6 pairs"]
     rows.append("all at rate 5e-4, exploratory\n77 pairs")
     assert [label.get_text() for label in drawn.get_yticklabels()] == rows
@@ -59,6 +63,25 @@ def test_times_are_means_over_processes_of_medians_of_ratios_within_turns(monkey
     monkeypatch.setattr(claims, "read_speed", lambda _: tables)
     ratio = claims.norm_times("record", "step")["eager"]
     assert (ratio.name, ratio.estimate, ratio.n) == ("step: eager", 0.625, 2)  # the mean of 0.5 and 0.75
+
+
+def test_a_seed_in_which_one_arm_of_a_value_diverged_does_not_count_in_how_losses_vary_over_learning_rates(finish):
+    plan = Plan(
+        vary={"norm": ["layer", "rms"], "qk_norm": [False, True]},
+        learning_rates=(1e-3, 2e-3),
+        seeds=2,
+        rerun_seeds=0,
+        sweep_seeds=3,
+    )
+
+    def loss(run):
+        if run.phase == "sweep" and run.seed == 1002 and run.arm == [*plan.all_arms][-1]:
+            return None
+        return 3 + run.learning_rate * (100 if run.seed == 1002 else 1) * (2 if "rms" in run.arm else 1)
+
+    [norm, _] = claims.sweeps(finish(plan, loss))
+    reach = max(plan.learning_rates) - min(plan.learning_rates)
+    assert norm.n == 2 and norm.estimate == pytest.approx(reach)  # without seed 1002, whose losses vary more
 
 
 def effect(low: float, high: float, n: int = 9) -> Effect:
@@ -97,6 +120,16 @@ def test_the_command_draws_a_text_or_how_the_stream_grows(stories260k_directory,
     assert capsys.readouterr().out.count("divided by the norm 1.000") == 1
 
 
+def test_how_the_stream_grows_is_not_drawn_for_norms_that_do_not_divide_by_the_root_mean_square(
+    make_decoder, stories260k_directory, tmp_path
+):
+    save_pretrained(make_decoder(norm="layer", vocab_size=512), tmp_path)
+    shutil.copy(stories260k_directory / "tokenizer.model", tmp_path)
+    with pytest.raises(UserError, match="no pre-norm model with RMSNorm; give a text"):
+        main(tmp_path, out=tmp_path / "stream.png")
+    assert not (tmp_path / "stream.png").exists()
+
+
 def make_plan(config, folder, arms: dict) -> Plan:
     untied = folder / "untied.toml"
     untied.write_text(config.read_text().replace("[data]", "tie_word_embeddings = false\n[data]"))
@@ -125,8 +158,10 @@ def test_a_branch_goes_on_exactly_where_its_model_was(config, tmp_path):
     layer = {"norm": "layer", "init_from": "quarter 2", "center_weights": False}
     with_bias = {"norm": "rms", "norm_bias": True, "init_from": "quarter 2", "center_weights": True}
     arms = {"layer": {"norm": "layer"}, "same": layer, "with bias": with_bias, "rms": with_bias | {"norm_bias": False}}
+    arms["centered"] = layer | {"init_from": "quarter 2, centered"}
     rows = convert.train_models(make_plan(config, tmp_path, arms), 1, "cpu", tmp_path)
-    trunk, same, with_bias, without = (row.loss for row in rows)
+    trunk, same, with_bias, without, centered = (row.loss for row in rows)
+    assert 0 < abs(centered - trunk) < 1e-3  # LayerNorm computes the same with centered weights, until they are trained
     assert same == trunk and with_bias != trunk and abs(with_bias - trunk) < abs(without - trunk) < 0.5
     assert len({row.batches_hash for row in rows}) == len({row.tokens for row in rows}) == 1
     assert rows[0].curve[-1][0] == rows[1].curve[-1][0] and rows[1].curve[0][0] == 7
