@@ -1,5 +1,6 @@
 """A request in OpenAI's format, and its answer by a loaded model, token by token in the worker's thread."""
 
+import contextlib
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from msgspec import Meta
 
 from data.chat import ChatFormat
 from data.tokenizer import Tokenizer, encode_prompt, tokens_after
-from errors import UserError
+from errors import UserError, reading
 from files import read_json, read_toml
 from generation.generate import PrefixCache, check_prompts, generate
 from generation.load import load_decoder, open_model
@@ -121,15 +122,16 @@ def by_text(tokens: list[dict]) -> dict[str, float]:
 
 def model_card(name: str, directory: Path, config: ModelConfig, tokenizer: Tokenizer, sampling: Sampling) -> dict:
     """What /v1/models says of a model: OpenAI's fields, and what the page shows."""
-    run = directory.parent / "settings.toml"
-    prompts = read_toml(run).get("run", {}).get("sample_prompts", ()) if run.exists() else ()
+    examples, run = [], directory.parent / "settings.toml"
+    with contextlib.suppress(UserError), reading(run):  # it is missing, or another program's
+        examples = [*filter(None, msgspec.convert(read_toml(run)["run"]["sample_prompts"], list[str]))]
     return {
         "id": name, "object": "model", "owned_by": "prenorm", "sampling": vars(sampling), "created": 0,
         "chat": bool(tokenizer.chat_template), "tokenizer": tokenizer.hash, "norm": config.norm,
         "placement": config.norm_placement, "parameters": num_parameters(config),
         "context": config.max_position_embeddings,
         "validation_loss": read_json(directory / "state.json").get("best_validation_loss"),
-        "examples": [prompt for prompt in prompts if prompt],
+        "examples": examples,
     }  # fmt: skip
 
 

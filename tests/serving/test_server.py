@@ -4,6 +4,7 @@ import concurrent.futures
 import http.client
 import itertools
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,9 +20,9 @@ from checkpoints.find import describe
 from data.tokenizer import encode_prompt
 from errors import UserError
 from generation import generate
-from generation.settings import Sampling
+from generation.settings import Sampling, Settings
 from model.decoder import Decoder
-from serving.answer import by_text
+from serving.answer import ServedModel, by_text
 from tests.serving.conftest import served
 
 openai = pytest.importorskip("openai", reason="needs the package openai")
@@ -51,6 +52,13 @@ def post(server, *request, **headers) -> tuple[int, dict]:
     """The status and the JSON of an answer."""
     answer = send(server.port, *request, **headers).getresponse()
     return answer.status, json.load(answer)
+
+
+@pytest.mark.parametrize("content", ['theme = "dark"', "run = 1", "[run", "[run]\nsample_prompts = 5"])
+def test_settings_of_another_program_beside_a_model_are_ignored(directories, tmp_path, content):
+    model = shutil.copytree(directories[1], tmp_path / "model")
+    (tmp_path / "settings.toml").write_text(content)
+    assert ServedModel("model", model, Settings(device="cpu")).card["examples"] == []
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_p": 0.9, "top_k": 9, "min_p": 0.01}])
