@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
-if __name__ == "__main__":  # Ctrl-C and a missing package are one line in the slow imports below, too
+if __name__ == "__main__":  # installs the error handler, then imports itself: it handles the slow imports, too
     from errors import exit_on_user_error
 
     with exit_on_user_error():
@@ -119,10 +119,7 @@ def choose_architecture(config: ModelConfig) -> str:
     """The architecture of llama.cpp that computes the same function; `UserError` if there is none."""
     architecture = choose_model_type(config)
     if architecture not in ARCHITECTURES:
-        usual = {name: dataclasses.replace(config, **{name: getattr(ModelConfig, name)}) for name in DISTINCTIVE}
-        changed = [name for name in DISTINCTIVE if usual[name] != config]
-        reasons = [name for name in changed if choose_model_type(usual[name]) in ARCHITECTURES] or changed
-        model = " and ".join(f"{name} = {getattr(config, name)}" for name in reasons)
+        model = ", ".join(f"{name} = {getattr(config, name)}" for name in DISTINCTIVE)
         raise UserError(f"llama.cpp has no architecture for a model with {model}; it has {', '.join(ARCHITECTURES)}.")
     if architecture == "qwen3" and config.attention_output_bias:
         raise UserError("llama.cpp's qwen3 has no bias of the attention output: this model cannot be written.")
@@ -180,7 +177,7 @@ def interleave(source: Source, heads: int) -> Source:
 def to_array(source: Source, dtype: str, name: str) -> np.ndarray:
     """A tensor as it is written: matrices in `dtype`, others in float32. NumPy has no bfloat16: it gets the bits."""
     tensor = source.read()
-    converted = tensor.to(getattr(torch, dtype, torch.float32) if tensor.ndim > 1 else torch.float32)
+    converted = tensor.to(torch.float32 if tensor.ndim < 2 or dtype == "q8_0" else getattr(torch, dtype))
     if not converted.isfinite().all():
         raise UserError(
             f"{name} has values that {dtype} cannot hold (up to {tensor.float().abs().max():.3g}); "

@@ -15,36 +15,28 @@ from pathlib import Path
 import numpy as np
 import torch
 
-Errors = type[Exception] | tuple[type[Exception], ...]
+REFUSALS = (ImportError, OSError, ValueError)  # of other programs
 
 
-def ask(
-    program: Callable[..., Iterator[dict]], questions: dict, refusals: Errors = (ImportError, OSError, ValueError),
-    crashes: Errors = Exception, **files: str,
-) -> dict:  # fmt: skip
-    """All answers of a program; "refused" has the reason of a refusal, or of a crash. Other errors are raised."""
+def ask(program: Callable, questions: dict, refusals: type | tuple = REFUSALS, is_ours: bool = False, **files) -> dict:
+    """All answers of a program; "refused" has the reason of a refusal or, unless the program is ours, of a crash."""
     answers = {"program": program.__name__}
     try:
         for more in program(questions, **files):
             answers |= more
-    except refusals as error:
-        answers["refused"] = f"refused: {first_line(error)}"
-    except crashes as error:
-        answers["refused"] = f"crashed: {type(error).__name__}: {first_line(error)}"
+    except Exception as error:
+        if is_ours and not isinstance(error, refusals):
+            raise
+        word = "refused" if isinstance(error, refusals) else f"crashed: {type(error).__name__}"
+        answers["refused"] = f"{word}: {' '.join(str(error).splitlines()[:1]):.120}"
     return answers
 
 
-def first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:120]
-
-
-def text_answers(
-    questions: dict, encode: Callable, encode_with_bos: Callable, chat: Callable, refusals: Errors = Exception
-) -> dict:
+def text_answers(questions: dict, encode: Callable, encode_with_bos: Callable, chat: Callable, error=Exception) -> dict:
     """Ids of texts, and text and ids of conversations."""
     conversations = {}
     for i, messages in enumerate(questions["conversations"], 1):
-        with contextlib.suppress(refusals):  # the template refuses the conversation, or is missing
+        with contextlib.suppress(error):  # the template refuses the conversation, or is missing
             conversations[f"conversation {i}"] = chat(messages)
     texts = {text: encode(text) for text in questions["texts"]}
     return {"ids of texts": texts, "ids with BOS": encode_with_bos("a"), "conversations": conversations}

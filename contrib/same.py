@@ -90,7 +90,7 @@ def main(
 def make_questions(tokenizer: Tokenizer, ends: frozenset[int], context: int) -> dict:
     """What every program is asked; texts and conversations for its tokenizer, ids for its network."""
     length = min(max(context // 2, 2048), 4096, context)
-    ids = tokenizer.encode(Path(inspect.__file__).read_text(encoding="utf-8")[: 8 * length])
+    ids = tokenizer.encode(Path(inspect.__file__).read_text("utf-8")[: 8 * length])  # some text that every Python has
     # The first are those of a short text. An error in the rotation grows with the position.
     positions = np.unique([*range(min(16, length - 1)), *np.linspace(0, length - 2, 64, dtype=int)])
     return {
@@ -119,7 +119,7 @@ def ask_programs(place: str, pythons: tuple[str, ...], questions: dict) -> Itera
         model, adapter = find_adapter(find_checkpoint(place))
         files = {"model": model, "adapter": adapter, "tokenizer": tokenizer_directory(model, adapter)}
         llama = exported_to_llama_cpp
-        yield ask(prenorm, questions, UserError, crashes=(), place=place)
+        yield ask(prenorm, questions, UserError, is_ours=True, place=place)
     files = {name: str(path.absolute()) for name, path in files.items() if path is not None}
     if importlib.util.find_spec("transformers"):
         yield ask(transformers, questions, **files)
@@ -187,7 +187,8 @@ def logits_difference(positions: np.ndarray, tolerances: np.ndarray, ours: np.nd
 
 
 def loss_difference(tolerances: np.ndarray, ours: float, theirs: float) -> str:
-    """Both losses, or "equal". A mean of errors that are independent, each at most sqrt(2) of its logits'."""
+    """Both losses, or "equal"."""
+    # Each error is at most sqrt(2) of its logits', and independent: that of the mean is the root mean square / sqrt(n).
     error = np.sqrt(2 * np.mean(np.square(tolerances)) / np.size(tolerances))
     return "equal" if abs(theirs - ours) <= error else f"ours {ours:.6g}, theirs {theirs:.6g}"
 

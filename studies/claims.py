@@ -42,7 +42,7 @@ def sweeps(study: Study) -> Iterator[Effect]:
     spreads = spreads.reindex(study.plan.all_arms)
     for setting in study.plan.varied:
         values = [str(study.plan.value(arm, setting)) for arm in study.plan.all_arms.values()]
-        (first, base), *others = spreads.groupby(np.array(values), sort=False).mean(skipna=False).iterrows()
+        (first, base), *others = spreads.groupby(np.array(values), sort=False).mean().iterrows()
         for value, spread in others:
             differences = (spread - base).dropna()
             if len(differences):
