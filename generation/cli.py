@@ -73,11 +73,12 @@ def print_texts(continue_prompts: Callable, settings: Settings, tokenizer: Token
     """Generate all samples of the prompts (text, ids) in batches, and print them in order or as lines of JSON."""
     texts = []
     for prompt, ids in prompts:
-        first, said = (None, ()) if settings.chat else (tokens_after(tokenizer, prompt), ids)
+        first, prompt_ids = (None, ()) if settings.chat else (tokens_after(tokenizer, prompt), ids)
         for number in range(settings.samples):
-            texts.append(Text(prompt, number, ids, first, TextStream(tokenizer, settings.stop, said)))
-    unwritten = [] if settings.jsonl else [text.stream for text in texts]  # each once those before it are finished
-    written = 0  # characters of the first of them
+            texts.append(Text(prompt, number, ids, first, TextStream(tokenizer, settings.stop, prompt_ids)))
+    # Texts that are not completely written, in order. Only the first is written as it grows.
+    unwritten = [] if settings.jsonl else [text.stream for text in texts]
+    written = 0  # characters of the first
 
     def write_in_order() -> None:
         nonlocal written

@@ -52,7 +52,7 @@ class Conversation:
 
     def answer(self, text: str) -> None:
         """Generate the answer to `text` and write it."""
-        messages, prompt = self.fit([*self.messages, {"role": "user", "content": text}])
+        messages, prompt = self.drop_oldest_turns([*self.messages, {"role": "user", "content": text}])
         stream = TextStream(self.format.tokenizer, self.settings.stop)
 
         def on_token(_: int, token: int) -> bool:
@@ -79,7 +79,7 @@ class Conversation:
         if end in reasons:
             self.log(reasons[end])
 
-    def fit(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
+    def drop_oldest_turns(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
         """The messages and their ids; without the oldest turns if there is no room for an answer."""
         # An answer may need `max_new_tokens`, but at most half of the context is kept free for it.
         room, turns = self.context - min(self.settings.token_limit, self.context // 2), len(messages) // 2

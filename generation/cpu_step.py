@@ -72,7 +72,7 @@ class LayerWeights(NamedTuple):
     values: np.ndarray  # the same
 
 
-def widen(x):
+def widen(x):  # a stub: Numba compiles calls of it as `_widen` below
     """A number as float32; a uint16 holds the bits of a bfloat16, which are the upper half of a float32's."""
 
 
@@ -167,7 +167,7 @@ def run_layer(layer, x, cos, sin, padding, position, centered, eps):
         for h in range(heads + kv_heads):
             head = qkv[b, h * width : (h + 1) * width]
             if len(layer.head_norms):
-                normalize(head, head, layer.head_norms[int(h >= heads)], False, eps)
+                normalize(head, head, layer.head_norms[0 if h < heads else 1], False, eps)
             rotate(head, cos[position - padding[b]], sin[position - padding[b]])
         for h in range(kv_heads):
             for i in range(width):
@@ -188,7 +188,8 @@ class CpuDecodeStep:
     """Computes the logits that follow one new token of every sequence in a float32 cache."""
 
     def __init__(self, decoder: Decoder, cache: KeyValueCache):
-        config, self.cache = decoder.config, cache
+        self.cache = cache
+        config = decoder.config
         threads = torch.get_num_threads()
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
         torch.set_num_threads(threads)  # Numba has just set the number for all of OpenMP, which torch uses too

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 from errors import UserError
-from generation.sampling import generator_for, sample
+from generation.sampling import sample, sequence_generator
 from generation.settings import Sampling
 from generation.steps import decode_step
 from model.cache import KeyValueCache
@@ -40,12 +40,6 @@ class PrefixCache:
             while count < min(self.cache.length, len(prompt) - 1) and self.tokens[count] == prompt[count]:
                 count += 1
         return count
-
-    def move_to(self, cache: KeyValueCache, prompt: Sequence[int], count: int) -> None:
-        """Use `cache` for a prompt from now on, and begin it with the first `count` positions of the last one."""
-        if count:
-            cache.keep_prefix(self.cache, count)
-        self.cache, self.tokens = cache, list(prompt)
 
 
 @torch.inference_mode()
@@ -82,8 +76,9 @@ def generate(
     if last >= decoder.config.vocab_size:
         raise UserError(f"the model has no embedding of token {last}; leave it out of the prompt or the chat template.")
     device, dtype = decoder.embed_tokens.weight.device, decoder.compute_dtype
-    sampling, vocab_size = sampling or Sampling(), min(vocab_size or math.inf, decoder.config.vocab_size)
-    generators = [generator_for(seed, number, device) for number in sample_numbers or [0] * len(prompts)]
+    sampling = sampling or Sampling()
+    vocab_size = min(vocab_size or math.inf, decoder.config.vocab_size)
+    generators = [sequence_generator(seed, number, device) for number in sample_numbers or [0] * len(prompts)]
     allowed = token_mask(first_tokens, vocab_size, device) if any(first_tokens or ()) else None  # as the first token
     seen = token_mask(prompts, vocab_size, device) if sampling.repetition_penalty != 1 else None
     limits = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
@@ -101,11 +96,16 @@ def generate(
 
     tokens, padding = left_pad(prompts, device)
     shape = len(prompts), tokens.shape[1] + max(limits)
-    cached = 0 if prefix is None else prefix.cached_tokens(prompts[0])  # before the step, which empties its cache
+    assert prefix is None or len(prompts) == 1
+    # On a GPU decode_step returns the very cache that prefix points to, with length 0. So first count what it shares
+    # with the prompt, then take the step, then set its length to that count.
+    cached = 0 if prefix is None else prefix.cached_tokens(prompts[0])
     with threads_for(decoder, len(prompts)), decode_step(decoder, *shape) as step:
         cache = step.cache if step else KeyValueCache(decoder.config, *shape, device=device, dtype=dtype)
         if prefix is not None:
-            prefix.move_to(cache, prompts[0], cached)
+            if cached:
+                cache.keep_prefix(prefix.cache, cached)
+            prefix.cache, prefix.tokens = cache, list(prompts[0])
             tokens = tokens[:, cached:]
         while None in result.finish_reasons:
             logits = next_logits(decoder, step, cache, tokens, padding)[:, :vocab_size]

@@ -34,15 +34,15 @@ def load_decoder(
     checkpoint: Checkpoint, device: str, dtype: str, implementation: str = "auto", batch_size: int = MAX_CPU_SEQUENCES
 ) -> Decoder:
     """The model on its device, with its weights in the dtype it computes in; arguments are as generate.py's flags."""
-    device, int8 = choose_device(device), dtype == "int8"
-    kernels.use(implementation, device)
-    if int8 and decode_step_kind(checkpoint.config, device, torch.bfloat16, batch_size) != "cpu":
+    place, int8 = choose_device(device), dtype == "int8"
+    kernels.use(implementation, place)
+    if int8 and decode_step_kind(checkpoint.config, place, torch.bfloat16, batch_size) != "cpu":
         raise UserError(
             f"--dtype int8 needs a CPU, Numba, a --batch-size (now {batch_size}) of at most "
             f"{MAX_CPU_SEQUENCES}, and a pre-norm model with RMSNorm or LayerNorm and SwiGLU; use bfloat16."
         )
-    dtype = choose_dtype("bfloat16" if int8 else dtype, device, checkpoint.dtype)
-    decoder = load_pretrained(checkpoint, device=device, compute_dtype=dtype, cast=True).eval()
+    compute_dtype = choose_dtype("bfloat16" if int8 else dtype, place, checkpoint.dtype)
+    decoder = load_pretrained(checkpoint, device=place, compute_dtype=compute_dtype, cast=True).eval()
     if int8:
         quantize_matrices(decoder)
     return decoder

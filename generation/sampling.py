@@ -49,7 +49,7 @@ def filter_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return remaining if ids is None else torch.full_like(logits, -math.inf).scatter_(-1, ids, remaining)
 
 
-def generator_for(seed: int, sample: int, device: torch.device) -> torch.Generator:
+def sequence_generator(seed: int, sample: int, device: torch.device) -> torch.Generator:
     """A generator for one sequence, alone and in any batch. Seeded by a hash: sums of (1, 2) and (2, 1) are equal."""
     digest = hashlib.blake2b(f"generation {seed} {sample}".encode(), digest_size=7).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "big"))

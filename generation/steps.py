@@ -156,7 +156,8 @@ class GpuDecodeStep:
         return head(x).float()
 
 
-# At most one step that nobody uses now, by its decoder, with which it goes: a graph takes as long as many steps.
+# The last GPU step, kept because capturing a graph takes as long as many decoding steps: at most one entry, none while
+# it is in use. The key is weak, so that it is freed with its decoder.
 _last_step: weakref.WeakKeyDictionary[Decoder, tuple[tuple, GpuDecodeStep]] = weakref.WeakKeyDictionary()
 
 

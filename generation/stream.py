@@ -58,7 +58,8 @@ class TextStream:
             return ""
         text = self._held + text
         # The stop string that is complete first wins, the longest if there are several: the same however text is split.
-        matches = [(start + len(stop), start) for stop in self._stop if (start := text.find(stop)) >= 0]
+        starts = {stop: text.find(stop) for stop in self._stop}
+        matches = [(start + len(stop), start) for stop, start in starts.items() if start >= 0]
         if matches:
             self.stopped, self._held = True, ""
             return text[: min(matches)[1]]

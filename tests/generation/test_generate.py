@@ -6,7 +6,7 @@ import torch
 import kernels
 from errors import UserError
 from generation.generate import generate
-from generation.sampling import generator_for, sample
+from generation.sampling import sample, sequence_generator
 from generation.settings import Sampling
 from generation.steps import GpuDecodeStep
 from model.config import ModelConfig
@@ -20,7 +20,7 @@ PROMPTS = [[1, 7, 9], [1, *range(20, 31)], [1], [1, 5, 5, 5, 270, 3]]
 
 def without_cache(decoder, prompt, count, sampling, seed=0, number=0):
     """The reference: for every new token, all tokens so far go through the model."""
-    ids, generator = list(prompt), generator_for(seed, number, torch.device("cpu"))
+    ids, generator = list(prompt), sequence_generator(seed, number, torch.device("cpu"))
     for _ in range(count):
         with torch.no_grad():
             logits = decoder(torch.tensor([ids]))[:, -1]

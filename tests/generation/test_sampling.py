@@ -106,7 +106,7 @@ def test_temperature_0_takes_the_largest_logit_after_the_repetition_penalty(logi
 @pytest.mark.parametrize("draw", DRAWS)
 def test_samples_follow_the_softmax(draw):
     logits, draws = torch.tensor([[2.0, 1.0, 0.0, 1.5, -math.inf]]), 4000
-    generator = sampling.generator_for(3, 0, torch.device("cpu"))
+    generator = sampling.sequence_generator(3, 0, torch.device("cpu"))
     counts = torch.zeros(5)
     for _ in range(draws):
         counts[draw(logits, [generator])[0]] += 1
@@ -129,7 +129,7 @@ def test_no_filtered_token_or_none_at_all_is_sampled_whatever_the_random_number_
 
 def test_generators_of_nearby_seeds_and_sample_numbers_all_differ():
     pairs = [(seed, sample) for seed in range(-2, 9) for sample in range(9)]
-    generators = [sampling.generator_for(*pair, torch.device("cpu")) for pair in pairs]
+    generators = [sampling.sequence_generator(*pair, torch.device("cpu")) for pair in pairs]
     assert len({torch.rand(1, generator=generator).item() for generator in generators}) == len(pairs)
 
 
