@@ -2,7 +2,7 @@
 
 import sys
 
-if __name__ == "__main__":  # Ctrl-C and a missing package are one line in the slow imports below, too
+if __name__ == "__main__":  # installs the error handler, then imports itself: it handles the slow imports, too
     from errors import exit_on_user_error
 
     with exit_on_user_error():

@@ -2,7 +2,7 @@
 
 import sys
 
-if __name__ == "__main__":  # Ctrl-C and a missing package are one line in the slow imports below, too
+if __name__ == "__main__":  # installs the error handler, then imports itself: it handles the slow imports, too
     from errors import exit_on_user_error
 
     with exit_on_user_error():
@@ -22,11 +22,10 @@ import tyro
 from checkpoints.find import describe, find_checkpoint, newest_run
 from errors import UserError
 from flags import optional
-from generation.settings import Settings
 
 
 def stop(*_: object) -> None:
-    """End the process: nothing has to be saved, and the thread may be in the middle of a long prompt."""
+    """End the process, when uvicorn, which handles Ctrl-C first, raises it again: a long prompt may be running."""
     os.write(2, b"stopped.\n")
     os._exit(130)
 
@@ -55,7 +54,7 @@ def main(
         raise UserError(f"cannot listen on port {port} of {host} ({reason}); give another --port or --host.") from None
     from serving.server import Server  # imports torch
 
-    server = Server(directories, Settings(dtype=dtype), host)
+    server = Server(directories, host, dtype)
     served = ", ".join(describe(directory) for directory in directories.values())
     print(f"http://{host}:{listener.getsockname()[1]}/ serves {served} (Ctrl-C ends it)", flush=True)
     gc.freeze()  # else a body of many lists stops all answers for half a second, to look for cycles in all of torch

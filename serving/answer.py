@@ -16,7 +16,7 @@ from errors import UserError, reading
 from files import read_json, read_toml
 from generation.generate import PrefixCache, check_prompts, generate
 from generation.load import load_decoder, open_model
-from generation.settings import Sampling, Settings, recommended_sampling
+from generation.settings import Sampling, recommended_sampling
 from generation.stream import TextStream
 from model.cache import KeyValueCache
 from model.config import ModelConfig
@@ -46,6 +46,7 @@ class Request(msgspec.Struct, kw_only=True):
 
     def __post_init__(self) -> None:
         self.stop = [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text]
+        self.logprobs = self.logprobs is not False  # from here on whether they are wanted, and top_logprobs how many
 
 
 class ChatRequest(Request, kw_only=True):
@@ -58,8 +59,8 @@ class CompletionRequest(Request, kw_only=True):
     echo: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.top_logprobs = int(self.logprobs)
+        super().__post_init__()
         if isinstance(self.prompt, str) or all(isinstance(item, int) for item in self.prompt):
             self.prompt = [self.prompt]
         if any(isinstance(item, int) for item in self.prompt):
@@ -80,7 +81,7 @@ class InspectRequest(msgspec.Struct, kw_only=True):
 
 
 class Step(NamedTuple):
-    """What one choice of an answer own at once."""
+    """A piece of one choice: the text that a new token completed, and that token."""
 
     choice: int
     text: str
@@ -138,9 +139,9 @@ def model_card(name: str, directory: Path, config: ModelConfig, tokenizer: Token
 class ServedModel:
     """A checkpoint with its tokenizer, its chat template if it has one, and the keys and values of its last chat."""
 
-    def __init__(self, name: str, directory: Path, settings: Settings):
+    def __init__(self, name: str, directory: Path, dtype: str = "auto", device: str = "auto"):
         checkpoint, self.tokenizer, self.eos_ids = open_model(directory)
-        self.decoder, self.prefix = load_decoder(checkpoint, settings.device, settings.dtype), PrefixCache()
+        self.decoder, self.prefix = load_decoder(checkpoint, device, dtype), PrefixCache()
         self.sampling = recommended_sampling(directory) or Sampling()  # default of chats
         self.vocab_size = min(self.tokenizer.vocab_size, checkpoint.config.vocab_size)
         self.card = model_card(name, directory, checkpoint.config, self.tokenizer, self.sampling)
@@ -182,12 +183,13 @@ class ServedModel:
         encoded, written = [self.encode(prompt, request) for prompt in request.prompt], 0
         self.check(encoded, new_tokens=request.max_tokens)
         for index, (prompt, ids) in enumerate(zip(request.prompt, encoded, strict=True)):
-            self.prefix = PrefixCache()  # in one pass over the prompt, as generate.py; after `score`, from its chunks
+            # Without the last cache, one pass over the prompt gives generate.py's text; after `score`, its cache does.
+            self.prefix = PrefixCache()
             streams = {}
             for choice in range(index * request.n, (index + 1) * request.n):
                 streams[choice] = TextStream(self.tokenizer, request.stop, ids)
                 emit(Step(choice, streams[choice].text if request.echo else "", begins=True))
-            if request.echo and request.logprobs is not False:
+            if request.echo and request.logprobs:
                 self.score(request, emit, streams, ids)
             if request.max_tokens:
                 is_text = isinstance(prompt, str) and not request.begin_ids
@@ -248,7 +250,7 @@ class ServedModel:
 
         def on_logits(logits: torch.Tensor) -> None:
             nonlocal logprobs
-            if request.logprobs is not False:
+            if request.logprobs:
                 logprobs = logits.log_softmax(-1)
 
         def on_token(i: int, token: int) -> bool:

@@ -13,16 +13,17 @@ import uvicorn
 from starlette import applications, exceptions, requests, responses, routing
 
 from errors import UserError, reading
-from generation.settings import Sampling, Settings
+from generation.settings import Sampling
 from serving.answer import ChatRequest, CompletionRequest, InspectRequest, Request, ServedModel, Step, to_choices
 
 MAX_WAITING, MAX_BODY = 8, 1_000_000  # requests, bytes
 
 
 class Server(uvicorn.Server):
-    def __init__(self, directories: dict[str, Path], settings: Settings, host: str):
-        self.models = {name: ServedModel(name, directory, settings) for name, directory in directories.items()}
-        self.worker, self.answers = ThreadPoolExecutor(1), set()  # the answer that is computed, and those that wait
+    def __init__(self, directories: dict[str, Path], host: str, dtype: str = "auto", device: str = "auto"):
+        self.models = {name: ServedModel(name, directory, dtype, device) for name, directory in directories.items()}
+        self.worker = ThreadPoolExecutor(1)
+        self.answers = set()  # the one that is computed, and those that wait
         cards = {"object": "list", "data": [model.card for model in self.models.values()]}
         routes = [
             routing.Route("/", lambda http: responses.FileResponse(Path(__file__).with_name("page.html"))),

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from checkpoints.pretrained import load_pretrained, save_pretrained
-from generation.settings import Settings
 from model.decoder import Decoder
 from tests.generation.conftest import output, write_chat_model  # noqa: F401 - a fixture
 
@@ -23,7 +22,7 @@ def served(*directories):
     """A running server of the directories, under their names."""
     from serving.server import Server
 
-    server = Server({path.name: path for path in directories}, Settings(device="cpu"), "127.0.0.1")
+    server = Server({path.name: path for path in directories}, "127.0.0.1", device="cpu")
     listener = socket.create_server(("127.0.0.1", 0))
     server.port = listener.getsockname()[1]
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

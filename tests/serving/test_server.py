@@ -20,7 +20,7 @@ from checkpoints.find import describe
 from data.tokenizer import encode_prompt
 from errors import UserError
 from generation import generate
-from generation.settings import Sampling, Settings
+from generation.settings import Sampling
 from model.decoder import Decoder
 from serving.answer import ServedModel, by_text
 from tests.serving.conftest import served
@@ -58,7 +58,7 @@ def post(server, *request, **headers) -> tuple[int, dict]:
 def test_settings_of_another_program_beside_a_model_are_ignored(directories, tmp_path, content):
     model = shutil.copytree(directories[1], tmp_path / "model")
     (tmp_path / "settings.toml").write_text(content)
-    assert ServedModel("model", model, Settings(device="cpu")).card["examples"] == []
+    assert ServedModel("model", model, device="cpu").card["examples"] == []
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.5, "top_p": 0.9, "top_k": 9, "min_p": 0.01}])
