@@ -3,20 +3,12 @@
 Prints a table for each comparison. Exit status 1: a program did not run. The kernels: `python -m benchmarks.kernels`.
 """
 
-import sys
-
-if __name__ == "__main__":  # Ctrl-C and a missing package are one line in the slow imports below, too
-    from errors import exit_on_user_error
-
-    with exit_on_user_error():
-        from benchmarks.__main__ import main
-
-        sys.exit(main())
-
 import argparse
+import sys
 from pathlib import Path
 
 from benchmarks import decoding, timing, training
+from errors import exit_on_user_error
 
 TURNS = 5
 
@@ -39,3 +31,8 @@ def main() -> int:
         variants = [training.TRANSFORMERS, ours]
         tables.append(training.compare(config, changes | {"dtype": dtype}, ["rms"], variants, TURNS))
     return timing.finish(tables, memory_bytes_per_second=memory)
+
+
+if __name__ == "__main__":
+    with exit_on_user_error():
+        sys.exit(main())

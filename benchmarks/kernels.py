@@ -40,7 +40,7 @@ class Case:
 
     name: str
     make: Callable[[], tuple]  # new random inputs, tensors or None
-    baselines: dict[str, Callable]  # functions of the inputs that return tuples
+    variants: dict[str, Callable]  # functions of the inputs that return tuples
     moved: tuple[int, int] = (0, 0)  # bytes that the forward and the backward pass must move once
     flops: float = 0.0  # of all products, forward and backward: the limit instead of the bytes, if not 0
 
@@ -100,8 +100,8 @@ def mlp_case(device: torch.device, rows: int, hidden: int, width: int) -> Case:
         gate_up, down = random(device, 2 * width, hidden, **matrices), random(device, hidden, width, **matrices)
         return random(device, rows, hidden), gate_up, down
 
-    baselines = by_all(device, lambda module, *inputs: (module.swiglu_mlp(*inputs),))
-    return Case(f"SwiGLU MLP, {rows} x {hidden}, {width} wide", make, baselines, flops=18.0 * rows * hidden * width)
+    variants = by_all(device, lambda module, *inputs: (module.swiglu_mlp(*inputs),))
+    return Case(f"SwiGLU MLP, {rows} x {hidden}, {width} wide", make, variants, flops=18.0 * rows * hidden * width)
 
 
 def rotary_case(device: torch.device, tokens: int, heads: int, kv_heads: int, width: int, normed: bool) -> Case:
@@ -140,22 +140,22 @@ def loss_case(device: torch.device, rows: int, hidden: int, vocabulary: int) -> 
     def all_logits(x, weight, targets, _):
         return (reference.linear_cross_entropy(x, weight, targets).mean(),)
 
-    baselines = {OURS: ours, REFERENCE: all_logits, COMPILED: torch.compile(all_logits)}
+    variants = {OURS: ours, REFERENCE: all_logits, COMPILED: torch.compile(all_logits)}
     if hasattr(F, "linear_cross_entropy"):  # from torch 2.13 on
-        baselines[PYTORCH] = lambda x, weight, targets, _: (F.linear_cross_entropy(x, weight, targets),)
+        variants[PYTORCH] = lambda x, weight, targets, _: (F.linear_cross_entropy(x, weight, targets),)
     name = f"head and loss, {rows} x {hidden}, vocabulary {vocabulary}"
-    return Case(name, make, baselines, flops=6.0 * rows * hidden * vocabulary)
+    return Case(name, make, variants, flops=6.0 * rows * hidden * vocabulary)
 
 
-def make_blocks(baseline: Callable, sets: list[tuple], device: torch.device, repeats: int) -> timing.Blocks:
-    """A baseline's blocks: calls on all sets of inputs in turn."""
+def make_blocks(variant: Callable, sets: list[tuple], device: torch.device, repeats: int) -> timing.Blocks:
+    """A variant's blocks: calls on all sets of inputs in turn."""
     learned = [[x for x in inputs if x is not None and x.requires_grad] for inputs in sets]
-    outputs = [baseline(*inputs) for inputs in sets]
+    outputs = [variant(*inputs) for inputs in sets]
     upstream = [[torch.randn_like(out) for out in one] for one in outputs]
     calls = {
-        "forward": lambda i: baseline(*sets[i]),
+        "forward": lambda i: variant(*sets[i]),
         "backward": lambda i: torch.autograd.grad(outputs[i], learned[i], upstream[i], retain_graph=True),
-        "both": lambda i: torch.autograd.grad(baseline(*sets[i]), learned[i], upstream[i]),
+        "both": lambda i: torch.autograd.grad(variant(*sets[i]), learned[i], upstream[i]),
     }
     in_turn = {section: [partial(call, i) for i in range(len(sets))] for section, call in calls.items()}
     return {section: partial(timing.block, every, device, repeats) for section, every in in_turn.items()}
@@ -167,7 +167,7 @@ def compare(case: Case, device: torch.device, copy: float, product: float) -> di
     count = math.ceil(timing.BEYOND_CACHE / size) if device.type == "cuda" else 2
     sets = [case.make() for _ in range(count)]  # inputs that take turns; on a GPU they exceed its cache together
     repeats = REPEATS_OF_PRODUCTS if case.flops else REPEATS
-    makers = {name: partial(make_blocks, call, sets, device, repeats) for name, call in case.baselines.items()}
+    makers = {name: partial(make_blocks, call, sets, device, repeats) for name, call in case.variants.items()}
     forward, backward = case.moved
     limits = {"forward": forward / copy, "backward": backward / copy, "both": (forward + backward) / copy}
     if case.flops:

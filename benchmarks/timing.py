@@ -60,8 +60,8 @@ def measure(makers: dict[str, Callable[[], Blocks]], turns: int) -> tuple[dict[s
 def block(calls: list[Callable[[], object]], device: torch.device, repeats: int = 4) -> float:
     """Median seconds of `repeats` calls, which take turns: give calls on different data, so that none stays cached.
 
-    On a GPU the host first queues all of them behind a pause, so that what is measured is the device's time alone. Not
-    of calls that wait for the device, as a training step does for its loss: there it includes the host's time after it.
+    On a GPU the host first queues all of them behind a pause, so that what is measured is the device's time alone. Of
+    calls that wait for the device, as a training step does for its loss, the time of the host is included.
     """
     if device.type != "cuda":
         ends = [time.perf_counter()]

@@ -83,12 +83,12 @@ def test_the_baselines_of_a_case_compute_what_ours_does_and_are_timed_in_all_par
     assert len(cases) == 8
     for case in cases:
         inputs = case.make()
-        exact, *others = (run(*inputs)[0].double() for run in case.baselines.values())
+        exact, *others = (run(*inputs)[0].double() for run in case.variants.values())
         assert all((other - exact).norm() / exact.norm() < 2e-2 for other in others) and len(others) >= 2, case.name
         table = kernel_benchmarks.compare(case, CPU, copy=1.0, product=2.0)
         assert table["limits"]["both"] == (case.flops / 2 if case.flops else sum(case.moved))
         parts = dict.fromkeys(("forward", "backward", "both"), [0.5] * 5)
-        assert table["seconds"] == dict.fromkeys(case.baselines, parts)
+        assert table["seconds"] == dict.fromkeys(case.variants, parts)
     # 2 + 1 heads read and written; then the same read, 1 of v too, and the packed gradient of all 4 written. With the
     # norms, q and k are read again.
     size, head = 2 * 6 * 64, 2 * 16 * 16  # bytes of the rows of a norm, and of a head of all tokens

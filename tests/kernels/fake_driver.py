@@ -77,7 +77,7 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     some += [rotary_case(CPU, 48, 8, 4, width, normed) for width in (64, 128, 256) for normed in (False, True)]
     some += [loss_case(CPU, 16, 64, vocabulary) for vocabulary in (61, 50257, 131072)]
     for case in some:
-        yield case.name, make_blocks(case.baselines[OURS], [case.make()], CPU, 1)["both"]
+        yield case.name, make_blocks(case.variants[OURS], [case.make()], CPU, 1)["both"]
     for kind, heads, kv_heads, sequences, positions in (
         ("rms", 32, 8, 1, 4096), ("layer", 32, 8, 8, 4096), ("rms", 16, 8, 1, 256), ("rms", 32, 4, 1, 4096),
     ):  # fmt: skip
