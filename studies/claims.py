@@ -42,7 +42,7 @@ def sweeps(study: Study) -> Iterator[Effect]:
     spreads = spreads.reindex(study.plan.all_arms)
     for setting in study.plan.varied:
         values = [str(study.plan.value(arm, setting)) for arm in study.plan.all_arms.values()]
-        (first, base), *others = spreads.groupby(np.array(values), sort=False).mean().iterrows()
+        (first, base), *others = spreads.groupby(np.array(values), sort=False).mean(skipna=False).iterrows()
         for value, spread in others:
             differences = (spread - base).dropna()
             if len(differences):
@@ -101,7 +101,8 @@ def claim_row(name: str, claim: dict, effects_by_page: dict[str, list[Effect]]) 
         if named:
             deciding = min(named, key=lambda effect: VERDICTS.index(judge(effect, low, high)))
             numbers = with_interval(deciding, ".4g")
-            numbers = re.sub(r"[\d.]+e-\d+", lambda small: f"{float(small[0]):.2g}", numbers)  # more: the processor's
+            # Two digits: further digits of so small a number differ between processors.
+            numbers = re.sub(r"[\d.]+e-\d+", lambda small: f"{float(small[0]):.2g}", numbers)
             mean, interval = numbers.split(" ", 1)
             return row | {"measured": f"[{mean}]({page}) {interval}", "verdict": judge(deciding, low, high)}
     return row

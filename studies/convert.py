@@ -54,6 +54,7 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
             if not start and f"quarter {quarter}" in starts:
                 next(result for result in train_steps(session) if result.step == quarter * session.steps // 4)
                 save(dataclasses.replace(session, run_dir=folder / f"quarter {quarter}"))
+        # No settings hash: these rows cannot be made again by ablate.py.
         row = measure(session, run, "", 1, train=not is_converted or "steps" in arm.settings)
         rows.append(dataclasses.replace(row, batches_hash="") if is_converted else row)
         if not start:
