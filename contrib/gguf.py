@@ -167,11 +167,8 @@ def interleave(source: Source, heads: int) -> Source:
 
     Here, and in its other architectures, they are rows i and i + d/2.
     """
-
-    def read() -> Tensor:
-        return source.read().unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(source.shape)
-
-    return Source(source.shape, read)
+    shape = source.shape
+    return Source(shape, lambda: source.read().unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(shape))
 
 
 def to_array(source: Source, dtype: str, name: str) -> np.ndarray:
