@@ -160,7 +160,7 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int)
     for place, row in tqdm(rows, "conversations", delay=2, unit="", disable=None):
         try:
             conversation, remarks = encode_conversation(decode(row), chat, size)
-        except Exception as error:  # whatever a row of another shape, or the template for it, raises
+        except (UserError, ValueError, RecursionError) as error:  # no row of this shape, or none for this template
             skipped = "rows skipped, as each must be one object with messages that the template supports"
             places[skipped].append(f"{place}: {error!s:.200}")
             continue

@@ -218,6 +218,12 @@ def test_what_is_unusual_is_one_line_with_a_count_and_the_first_place(tokenizer_
     assert len(texts) == 10 and ("<s><|user|>q<|end|><|assistant|>short<|end|>", "short") in texts
 
 
+def test_an_error_that_is_not_of_the_row_is_not_counted_as_one(tokenizer_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(ChatFormat, "encode_learned", lambda self, messages: len(None))
+    with pytest.raises(TypeError):
+        prepared(write_jsonl(tmp_path, [said("q", "a")]), tokenizer_file, tmp_path)
+
+
 def test_a_template_that_does_not_teach_the_end_of_an_answer_is_named(tokenizer_file, ours, tmp_path, capsys):
     folder = shutil.copytree(tokenizer_file.parent, tmp_path / "tokenizer")
     source = add_chat_template(ours).chat_template
