@@ -26,10 +26,10 @@ def tokenizer_files(content: bytes, config: dict) -> dict[str, bytes]:
     unknown, bos, eos = (getattr(model.trainer_spec, f"{name}_piece") for name in ("unk", "bos", "eos"))
     tokenizer = Tokenizer(BPE(ids, merges(model), unk_token=unknown, byte_fallback=True, fuse_unk=False))
     tokenizer.normalizer = normalizers.Sequence(_normalizers(model.normalizer_spec))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-        + [decoders.Strip(" ", 1, 0)] * model.normalizer_spec.add_dummy_prefix
-    )
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if model.normalizer_spec.add_dummy_prefix:
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(steps)
     special = [piece.piece for piece in model.pieces if piece.type in (PIECE.UNKNOWN, PIECE.CONTROL)]
     tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in special])
     bos = bos if bos in special and config.get("add_bos_token", True) else None

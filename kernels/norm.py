@@ -60,8 +60,8 @@ def norm_backward_kernel(
     dy_ptr, ds_ptr,  # gradients (rows, width) of y and of s; ds may be None
     s_ptr, weight_ptr, statistics_ptr,  # from the forward pass
     dx_ptr,  # output (rows, width), contiguous
-    parts_ptr,  # float32 output (programs, DWEIGHT + DBIAS, width): each program's share of dweight and of dbias
-    rows, dy_stride, ds_stride, s_stride, width,
+    parts_ptr,  # float32 output (programs, 0 to 2, width): each program's share of dweight and of dbias
+    rows, dy_stride, ds_stride, s_stride, parts_stride, width,
     KIND: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program takes every n-th tile of ROWS rows, and keeps its share of the sums over rows in registers.
@@ -107,11 +107,12 @@ def norm_backward_kernel(
             dx += ds.to(tl.float32)
         tl.store(dx_ptr + row * width + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     column = tl.arange(0, BLOCK)
-    parts_ptr += tl.program_id(0).to(tl.int64) * (DWEIGHT + DBIAS) * width + column
+    parts_ptr += tl.program_id(0).to(tl.int64) * parts_stride + column
     if DWEIGHT:
         tl.store(parts_ptr, tl.sum(dweight, 0), mask=column < width)
+        parts_ptr += width
     if DBIAS:
-        tl.store(parts_ptr + DWEIGHT * width, tl.sum(dbias, 0), mask=column < width)
+        tl.store(parts_ptr, tl.sum(dbias, 0), mask=column < width)
 
 
 def norm_forward_fake(x, residual, weight, bias, kind, eps):
@@ -142,7 +143,7 @@ def norm_forward(
 
 
 def norm_backward_fake(dy, ds, s, weight, statistics, kind, needs_dweight, needs_dbias):
-    return s.new_empty(s.shape), s.new_empty((needs_dweight + needs_dbias, s.shape[-1]), dtype=torch.float32)
+    return s.new_empty(s.shape), s.new_empty((int(needs_dweight) + int(needs_dbias), s.shape[-1]), dtype=torch.float32)
 
 
 @register_op(norm_backward_fake)
@@ -153,13 +154,13 @@ def norm_backward(
     """dx in the shape and dtype of s; sums float32 (0 to 2, D): of dweight and of dbias those that are needed."""
     dx, width = s.new_empty(s.shape), s.shape[-1]
     dy, s, ds = as_rows(dy), as_rows(s), None if ds is None else as_rows(ds)
-    rows, sums = s.shape[0], needs_dweight + needs_dbias
+    rows, sums = s.shape[0], int(needs_dweight) + int(needs_dbias)
     dy_stride, ds_stride, s_stride = dy.stride(0), 0 if ds is None else ds.stride(0), s.stride(0)
     block = tile_width(width)
     programs, options = backward_geometry(block, rows, s.device)
     parts = torch.empty((programs, sums * width), device=s.device, dtype=torch.float32)
     norm_backward_kernel[(programs,)](
-        dy, ds, s, weight, statistics, dx, parts, rows, dy_stride, ds_stride, s_stride, width,
+        dy, ds, s, weight, statistics, dx, parts, rows, dy_stride, ds_stride, s_stride, sums * width, width,
         KIND=kind, DWEIGHT=needs_dweight, DBIAS=needs_dbias, BLOCK=block, **options,
     )  # fmt: skip
     return dx, parts.sum(0).view(sums, width)
