@@ -181,7 +181,8 @@ def attend_to_previous_token(decoder: Decoder) -> None:
 
     Heads that copy what followed an earlier occurrence need one below them (Olsson et al. 2022, arXiv 2209.11895). k's
     bias is a in the first of the two elements of the fastest pairs, q's the same turned back by a position: the score
-    at distance n is a^2 sum cos((n - 1) theta_i) / sqrt(d), and at n = 1 by 4 larger than at 0 and 2.
+    at distance n is a^2 sum cos((n - 1) theta_i) / sqrt(d), and at n = 1 by 4 larger than at 0 and 2. With `qk_norm`,
+    whose norms take the length of q and k away, it is larger by sqrt(d) (1 - mean cos theta_i), 1.4 for heads of 64.
     """
     attention = decoder.layers[0].self_attn
     cos, sin = decoder.rope.cos[1, :6], decoder.rope.sin[1, :6]
