@@ -150,8 +150,9 @@ class CausalAttention(torch.autograd.Function):
         """Plain products; the query heads of a group are rows of one product, so keys are never repeated."""
         batch, heads, length, width = q.shape
         groups = heads // k.shape[1]
-        mask_bias = torch.full((length, length), float("-inf"), dtype=q.dtype).triu_(1).repeat(groups, 1)  # (G T, T)
-        if mask is not None:  # (B K, G T, T)
+        if mask is None:  # (G T, T)
+            mask_bias = torch.full((length, length), float("-inf"), dtype=q.dtype).triu_(1).repeat(groups, 1)
+        else:  # (B K, G T, T)
             hidden = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
             mask_bias = hidden.repeat(batch // len(mask), k.shape[1], groups, 1).flatten(0, 1)
         q = q.reshape(-1, groups * length, width)  # (B K, G T, d)

@@ -78,7 +78,7 @@ def memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> dict
 
 def kept_elements(settings: Settings, fused: bool) -> int:
     """Elements that the forward pass keeps per token, without logits: in a layer the inputs and outputs of two norms;
-    q, k and v, rotated; the attention's output; and the MLP's packed gate and up. What is not `fused` also keeps q, k
+    q, k and v, rotated; the attention's output; and SwiGLU's packed gate and up. What is not `fused` also keeps q, k
     and v as they were packed, and the product of gate and up, as LoRA does. With checkpointing, each layer keeps its
     two inputs, and one layer at a time is computed again.
     """
