@@ -73,7 +73,8 @@ def merges(model: ModelProto) -> list[tuple[str, str]]:
     scores = {piece: score for piece, score in normal.items() if len(piece) > 1}
     ranked = sorted(scores, key=lambda piece: (-scores[piece], -len(piece)))
     for one, other in itertools.pairwise(ranked):
-        if scores[one] == scores[other] and not (len({*one, *other}) == 1 and scores.get(one[0] * 2) == scores[one]):
+        are_runs = len({*one, *other}) == 1 and scores.get(one[0] * 2) == scores[one]  # of the same character
+        if scores[one] == scores[other] and not are_runs:
             raise ValueError("two pieces have the same score")
     rank = {piece: i for i, piece in enumerate(ranked)}
     pairs = (last_merge(piece, rank) for piece in ranked if set(piece) <= normal.keys())

@@ -167,7 +167,7 @@ def test_rows_of_all_formats_are_packed_whole_and_once_and_a_damaged_cache_is_re
     assert np.array_equal(again.train, corpus.train) and not capsys.readouterr().err
     (damaged,) = (tmp_path / "conversations").glob("*.npz")
     os.truncate(damaged, damaged.stat().st_size - 200)
-    with pytest.raises(UserError, match=r"cannot be read .*; delete .*conversations, which is made anew"):
+    with pytest.raises(UserError, match=r"cannot be read .*; delete .*conversations, which is made again"):
         prepared(tmp_path / "rows", tokenizer_file, tmp_path, **changes)
 
 
