@@ -33,12 +33,11 @@ class Evaluation:
         return None if self.text_bytes is None else self.nats / math.log(2) / self.text_bytes
 
     def __str__(self) -> str:
+        loss, perplexity = f"{self.loss:.4f} nats per", f"perplexity {self.perplexity:.2f}"
         if self.text_bytes is None:
-            return f"{self.loss:.4f} nats per answer token, perplexity {self.perplexity:.2f} ({self.tokens:,} tokens)"
-        return (
-            f"{self.loss:.4f} nats per token, perplexity {self.perplexity:.2f}, "
-            f"{self.bits_per_byte:.4f} bits per byte ({self.tokens:,} tokens, {self.text_bytes:,} bytes)"
-        )
+            return f"{loss} answer token, {perplexity} ({self.tokens:,} tokens)"
+        sizes = f"{self.tokens:,} tokens, {self.text_bytes:,} bytes"
+        return f"{loss} token, {perplexity}, {self.bits_per_byte:.4f} bits per byte ({sizes})"
 
 
 @torch.no_grad()
