@@ -158,5 +158,4 @@ class ModelConfig:
     @property
     def num_norms(self) -> int:
         """Number of norms that `norm` chooses: those of the layers, and one before the head unless placed `post`."""
-        before_head = 0 if self.norm_placement == "post" else 1
-        return self.num_hidden_layers * PLACEMENTS[self.norm_placement] + before_head
+        return self.num_hidden_layers * PLACEMENTS[self.norm_placement] + (0 if self.norm_placement == "post" else 1)

@@ -24,8 +24,7 @@ def adapter_parameters(config: ModelConfig, rank: int) -> int:
     """Number of parameters of a LoRA adapter: rank * (in + out) for each matrix of the layers."""
     heads = config.num_attention_heads + config.num_key_value_heads  # q and o; k and v
     attention = 4 * config.hidden_size + 2 * heads * config.resolved_head_dim
-    # Gate, up and down; or up and down, each 3/2 as wide.
-    mlp = (2 if config.mlp in PLAIN else 3) * config.hidden_size + 3 * config.intermediate_size
+    mlp = (2 if config.mlp in PLAIN else 3) * config.hidden_size + 3 * config.intermediate_size  # two: 3/2 as wide
     return config.num_hidden_layers * rank * (attention + mlp)
 
 

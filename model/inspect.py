@@ -135,9 +135,8 @@ def replace_output(change: str, norm: Norm, _: tuple, outputs: tuple[Tensor, Ten
     s = outputs[1]  # (1, T, D)
     changed = copy.deepcopy(norm)
     if change == "statistics":  # all tokens as one row (1, 1, D T), channel by channel, so that slices stay slices
-        # Each element of a parameter (D,) is repeated T times to match.
         for tensor in (*changed.parameters(), *changed.buffers()):
-            tensor.data = tensor.repeat_interleave(s.shape[1]) if tensor.ndim else tensor
+            tensor.data = tensor.repeat_interleave(s.shape[1]) if tensor.ndim else tensor  # (D,) -> (D T,)
         if norm.kind == "l2":  # a row's length grows with the square root of its width
             changed.weight.mul_(math.sqrt(s.shape[1]))
         return changed.forward(s.mT.reshape(1, 1, -1))[0].view(s.mT.shape).mT.contiguous(), s
