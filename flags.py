@@ -39,7 +39,7 @@ def check_fields(table: object) -> None:
     for field in dataclasses.fields(table):
         value = getattr(table, field.name)
         try:
-            vars(table)[field.name] = msgspec.convert(value, field.type)
+            object.__setattr__(table, field.name, msgspec.convert(value, field.type))  # it is frozen
         except msgspec.ValidationError as error:
             choices = get_args(field.type) if get_origin(field.type) is Literal else ()
             reason = f"Expected {', '.join(choices)}" if choices else error
@@ -55,6 +55,8 @@ def parse_flags(kind: Callable, **options: object) -> Any:
     except SystemExit as end:
         if not end.code:
             raise
+    # ╭─ TITLE ─────────╮
+    # │ REASON, in one or several lines │ up to │ ──────── │, then perhaps │ Perhaps you meant: │ --FLAG │
     lines = [line.strip("│╭╮╰╯ ") for line in box.getvalue().splitlines()]
     reason = " ".join(itertools.takewhile(lambda line: line.strip("─"), lines[1:])).rstrip(".")
     similar = re.search(r"Perhaps you meant:\W*(--[a-z0-9-]+)", box.getvalue())

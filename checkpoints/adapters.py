@@ -14,7 +14,7 @@ from errors import reading
 from files import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # PEFT's names of tensors begin with it, and go on as Hugging Face's
+PREFIX = "base_model.model."  # PEFT's names of tensors begin with it, and continue like Hugging Face's
 # Keys of adapter_config.json with the values that are supported; those in ANY_VALUE may have any, others must be off.
 SUPPORTED = {"peft_type": ("LORA",), "init_lora_weights": (True, False, "gaussian")}
 ANY_VALUE = """

@@ -131,7 +131,7 @@ def to_json(config: ModelConfig, *, dtype: str, bos_token_id: int | None, eos_to
 
 
 def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | None = None) -> ModelConfig:
-    """The configuration of a directory with these tensors, ours or Hugging Face's; `UserError` for other functions."""
+    """The configuration of a directory with these tensors; `UserError` if this decoder cannot compute such a model."""
     path = Path(directory) / "config.json"
     if tensors is None and check_format(path.parent):
         tensors = stored_tensors(path.parent)
@@ -160,7 +160,7 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
 
 
 def zero_biases(config: ModelConfig, model_type: str | None = None) -> list[str]:
-    """The biases that a family (by default that of the file) has and the decoder lacks. In files they are zeros."""
+    """Biases, zeros in files, that a family (default: that which it is written as) has and the decoder lacks."""
     family = FAMILIES.get(model_type or choose_model_type(config))
     layers = [f"model.layers.{index}" for index in range(config.num_hidden_layers)]
     if family and family.output_bias and config.attention_bias and not config.attention_output_bias:
@@ -193,9 +193,8 @@ def from_json(fields: dict) -> ModelConfig:
     if window is not None and (fields["use_sliding_window"] or "sliding_attention" in layer_types):
         context = min(context, window)  # up to the length of its window, such a layer attends to all tokens
     config = ModelConfig(
-        **{key: fields[key] for key in SHAPE_FIELDS},
+        **{key: fields[key] for key in (*SHAPE_FIELDS, "head_dim", "initializer_range")},
         num_key_value_heads=fields["num_attention_heads"] if kv_heads is None else kv_heads,
-        head_dim=fields["head_dim"],
         max_position_embeddings=context,
         rope_theta=rope.pop("rope_theta"),
         rope_scaling=rope or None,
@@ -205,7 +204,6 @@ def from_json(fields: dict) -> ModelConfig:
         attention_bias=bias,
         qk_norm=family.qk_norm,
         tie_word_embeddings=fields["tie_word_embeddings"] or False,
-        initializer_range=fields["initializer_range"],
     )
     if family.head_dim == "exact" and config.head_dim is not None:
         raise ValueError(f"head_dim is {config.head_dim}, and {model_type} has only hidden_size / num_attention_heads")

@@ -58,14 +58,9 @@ def unpacked_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict
 
 
 def save_pretrained(
-    decoder: Decoder,
-    directory: Path | str,
-    *,
-    bos_token_id: int | None = None,
-    eos_token_id: int | None = None,
-    state: Mapping[str, Tensor] | None = None,
-    file: str = SINGLE,
-) -> None:
+    decoder: Decoder, directory: Path | str, *, bos_token_id: int | None = None, eos_token_id: int | None = None,
+    state: Mapping[str, Tensor] | None = None, file: str = SINGLE,
+) -> None:  # fmt: skip
     """Write config.json and the weights in their dtypes, or those of `state` as `file`; with LoRA, the adapter."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -77,7 +72,8 @@ def save_pretrained(
         write_json(directory / adapters.CONFIG, fields | decoder.lora)
         save_tensors(tensors, directory / adapters.WEIGHTS)
         return
-    ids, dtype = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}, decoder.embed_tokens.weight.dtype
+    dtype = decoder.embed_tokens.weight.dtype
+    ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
     write_json(directory / "config.json", to_json(decoder.config, dtype=str(dtype).removeprefix("torch."), **ids))
     for name in zero_biases(decoder.config):
         if name.removesuffix("bias") + "weight" in tensors:
@@ -150,11 +146,8 @@ def open_checkpoint(directory: Path | str, adapter: Path | None = None) -> Check
 
 def load_pretrained(
     checkpoint: Checkpoint | Path | str,
-    *,
-    device: torch.device | str = "cpu",
-    compute_dtype: torch.dtype = torch.float32,
-    cast: bool = False,
-) -> Decoder:
+    *, device: torch.device | str = "cpu", compute_dtype: torch.dtype = torch.float32, cast: bool = False,
+) -> Decoder:  # fmt: skip
     """The decoder of a directory; each weight has the dtype of its file, or with `cast` that of `inference_dtype`."""
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     with torch.device("meta"):
@@ -192,7 +185,7 @@ def inference_dtype(parameter: Tensor, compute_dtype: torch.dtype) -> torch.dtyp
 def load_weights(decoder: Decoder, directory: Path | str) -> tuple[list[str], list[str]]:
     """Copy a directory's weights into a decoder, which keeps its dtypes. With LoRA, the directory is an adapter's.
 
-    Norms may differ: returns the names in files of tensors that only the decoder has, and of those that only they have.
+    Returns two lists of names in files: in the decoder only, in the directory only. Only norms may differ.
     """
     views = unpacked_tensors(decoder.state_dict(), decoder.config)
     if decoder.lora is not None:

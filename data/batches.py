@@ -34,7 +34,7 @@ def batch(
 
 
 def draw(count: int, seed: int, first: int, size: int) -> Iterator[tuple[np.ndarray, int]]:
-    """Which of `count` sequences are those from `first` on, by epoch, and a random offset for each epoch."""
+    """For each epoch that the sequences first .. first + size touch: the indices of its windows, and its offset."""
     for epoch, places in itertools.groupby(range(first, first + size), lambda place: place // count):
         *keys, offset = np.random.SeedSequence([seed, epoch]).generate_state(5, np.uint64)
         yield permute(np.array([*places]) % count, count, keys), int(offset)

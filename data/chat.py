@@ -128,7 +128,7 @@ class ChatFormat:
     def _find_answers(self, messages: Sequence[Message], text: str) -> tuple[list[tuple[int, int]], int]:
         """Where the answers are in the text of a conversation, and how many are not found there.
 
-        An answer begins where it parts from the generation prompt, which may have an empty thought for it. One that
+        An answer begins where it differs from the generation prompt, which may have an empty thought for it. One that
         the template changes when the conversation continues (as Qwen3's does) is not found.
         """
         spans, not_found = [], 0
@@ -145,9 +145,10 @@ class ChatFormat:
 
     def find_left_out(self, messages: Sequence[Message], *, answer_follows: bool = True) -> set[str]:
         """The keys, "<think>" for thoughts, that the template leaves out; `UserError` if it leaves out a content."""
+        # Each text is replaced by a unique number; a number that is missing from the rendered text was left out.
         numbers = map(str, itertools.count(int(BORDER) + 1))
         marked = []
-        for message in messages:  # numbers instead of texts and thoughts: a template may change letters and spaces
+        for message in messages:
             texts = {key: re.split("(</?think>)", text) for key, text in message.items() if key != "role"}
             for parts in texts.values():
                 parts[::2] = [next(numbers) if part.strip() else part for part in parts[::2]]

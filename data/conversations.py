@@ -77,9 +77,9 @@ class Conversations:
         """The first row to train on, as text; `+` marks the lines that are learned."""
         ids, learned, documents = self.train[:, 0]
         lines = []
-        for (document, is_learned), run in itertools.groupby(range(len(ids)), lambda i: (documents[i], learned[i])):
+        for (document, is_learned), places in itertools.groupby(range(len(ids)), lambda i: (documents[i], learned[i])):
             if document > 0:
-                text = self.tokenizer.decode(ids[list(run)], special=True)
+                text = self.tokenizer.decode(ids[list(places)], special=True)
                 lines += [("+ " if is_learned else "  ") + line for line in text.split("\n")]
         return "\n".join(lines)
 
@@ -119,7 +119,7 @@ def prepare_conversations(
             fields = pack_split(encode_conversations(files, chat, size), settings, tokenizer.dtype)
             with replacing(path) as file:
                 np.savez(file, **fields)
-    with reading(path, f"delete {folder}, which is made anew"), np.load(path) as arrays:
+    with reading(path, f"delete {folder}, which is made again"), np.load(path) as arrays:
         fields = {name: array if array.ndim else str(array) for name, array in arrays.items()}
     if max(fields["train"][0].max(), fields["validation"][0].max()) >= vocab_size:
         raise UserError("the chat template writes tokens that the model has no embeddings of; give another one.")
@@ -131,18 +131,19 @@ def pack_split(conversations: dict[int, Conversation], settings: DataSettings, d
     if len(conversations) < 2:
         fewer = counted(len(conversations), "different conversation")
         raise UserError(f"the files have {fewer}, too few to learn from; give more.")
+    # A table of documents whose size is tokens, not bytes: the limit is MAX_VALIDATION tokens.
     sizes = [(hash, len(conversation.ids), len(conversation.ids)) for hash, conversation in conversations.items()]
     is_held_out = split_documents(np.array(sizes, DOCUMENT), settings) == VALIDATION
     if not is_held_out.any():
         is_held_out[-1] = True
+    train, validation = ([*itertools.compress(conversations.values(), mask)] for mask in (~is_held_out, is_held_out))
     arrays, texts = [], []
-    for held_out in (False, True):
-        chosen = [*itertools.compress(conversations.values(), is_held_out == held_out)]
+    for chosen in (train, validation):
         rows = pack(chosen, settings.sequence_length + 1, dtype)
         learned = f"{rows[1].sum():,} tokens to learn in {counted(rows.shape[1], 'row')}"
         texts.append(f"{counted(len(chosen), 'conversation')}, {learned}")
         arrays.append(rows)
-    questions = [message["content"] for message in chosen[0].messages if message["role"] == "user"]
+    questions = [message["content"] for message in validation[0].messages if message["role"] == "user"]
     text_hash = digest(*conversations)
     description = f"{texts[0]}, hash {text_hash[:12]}\n  for validation {texts[1]}"
     fields = dict(description=description, text_hash=text_hash, question=(questions or ["Hello."])[0])
@@ -160,7 +161,7 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int)
     for place, row in tqdm(rows, "conversations", delay=2, unit="", disable=None):
         try:
             conversation, remarks = encode_conversation(decode(row), chat, size)
-        except Exception as error:  # whatever a row of another shape, or the template for it, raises
+        except (UserError, ValueError, RecursionError) as error:  # no row of this shape, or none for this template
             skipped = "rows skipped, as each must be one object with messages that the template supports"
             places[skipped].append(f"{place}: {error!s:.200}")
             continue

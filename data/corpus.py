@@ -32,7 +32,7 @@ class Corpus:
     train: TokenStream
     validation: np.ndarray  # (tokens,) uint16, or uint32 for a vocabulary over 65,536
     validation_bytes: int  # bytes of its text in UTF-8
-    everything: TokenStream  # also what stands there twice
+    everything: TokenStream  # also duplicates
     everything_bytes: int
     prompts: list[str]  # for samples: the first words of up to three held-out documents
     document_start: int | None = None  # the id that begins a document, where attention keeps documents apart
@@ -69,7 +69,8 @@ def prepare(
 ) -> Corpus | Conversations:
     """What --data names, by the tokenizer in a file or folder or, if None, a new one of at most `vocab_size` pieces."""
     files = resolve(settings)
-    loaded, chat_file = tokenizer and load_tokenizer(tokenizer), find_conversations(files)
+    loaded = tokenizer and load_tokenizer(tokenizer)
+    chat_file = find_conversations(files)
     if chat_file is not None and loaded is None:
         fix = f"give a model to teach them with --init-from, or leave out {chat_file}"
         raise UserError(f"{', '.join(settings.data)} has conversations; {fix}.")
@@ -93,11 +94,11 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
     kinds = split_documents(table, settings)
     documents, held_out = table[kinds != DUPLICATE], table[kinds == VALIDATION]
     size, validation_bytes = int(documents["bytes"].sum()), int(held_out["bytes"].sum())
-    train, held_out_ids, everything = (
-        TokenStream(units, chosen.tolist()) for chosen in (kinds == TRAIN, kinds == VALIDATION, kinds >= 0)
-    )
+    train = TokenStream(units, (kinds == TRAIN).tolist())
+    everything = TokenStream(units, [True] * len(kinds))  # also duplicates
     if len(held_out) > 0:
-        origin, validation = counted(len(held_out), "document"), held_out_ids[:]
+        origin = counted(len(held_out), "document")
+        validation = TokenStream(units, (kinds == VALIDATION).tolist())[:]
     else:
         origin = "the end of the text"
         fraction = min(settings.validation_fraction, MAX_VALIDATION / size)

@@ -64,7 +64,7 @@ def read_lines(path: Path, _: str) -> Iterator[bytes]:
         yield from (line.strip() for line in lines)
 
 
-def read_table(path: Path, field: str) -> Iterator[dict]:
+def read_parquet(path: Path, field: str) -> Iterator[dict]:
     """The rows of a parquet file. Only the columns of text and of conversations are read; the others are True."""
     from pyarrow import parquet
 
@@ -76,7 +76,7 @@ def read_table(path: Path, field: str) -> Iterator[dict]:
             yield from (dict.fromkeys(names, True) | row for row in batch.to_pylist())
 
 
-ROW_FORMATS = {"jsonl": read_lines, "parquet": read_table, "python-chat": lambda path, _: questions_and_answers(path)}
+ROW_FORMATS = {"jsonl": read_lines, "parquet": read_parquet, "python-chat": lambda path, _: questions_and_answers(path)}
 
 
 def decode(row: bytes | dict) -> dict:

@@ -20,8 +20,8 @@ def may_be_held_out(hashes: np.ndarray, settings: DataSettings) -> np.ndarray:
 def split_documents(table: np.ndarray, settings: DataSettings) -> np.ndarray:
     """TRAIN, VALIDATION or DUPLICATE for each row of `tokens.DOCUMENT`.
 
-    Of equal documents the first is kept. For validation are, in order, candidates until they have 4 MB, but none that
-    would take them past twice their share of the bytes; and none at all if nothing else remained.
+    Of equal documents the first is kept. Candidates become validation documents in order, until they hold 4 MB; one
+    that would bring them above twice their share is skipped. With no training document left, there are none.
     """
     _, first = np.unique(table["hash"], return_index=True)
     kinds = np.full(len(table), DUPLICATE, np.uint8)

@@ -90,12 +90,12 @@ class Tokenizer:
         """Text of ids. Special tokens (without `special`) and unknown ids give nothing, bytes that are no character
         U+FFFD each; the library would replace all bytes around them too."""
         valid = []
-        for is_byte, run in itertools.groupby(map(int, ids), lambda i: i in self._byte_values):
+        for is_byte, group in itertools.groupby(map(int, ids), lambda i: i in self._byte_values):
             if is_byte:
-                text = bytes(self._byte_values[i] for i in run).decode("utf-8", "surrogateescape")
+                text = bytes(self._byte_values[i] for i in group).decode("utf-8", "surrogateescape")
                 values = re.sub("[\udc80-\udcff]", "\ufffd", text).encode()
-                run = [self._tokenizer.token_to_id(f"<0x{value:02X}>") for value in values]
-            valid += run
+                group = [self._tokenizer.token_to_id(f"<0x{value:02X}>") for value in values]
+            valid += group
         with reading(self.folder / "tokenizer.json"):
             return self._tokenizer.decode(valid, skip_special_tokens=not special)
 

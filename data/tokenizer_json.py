@@ -26,10 +26,10 @@ def tokenizer_files(content: bytes, config: dict) -> dict[str, bytes]:
     unknown, bos, eos = (getattr(model.trainer_spec, f"{name}_piece") for name in ("unk", "bos", "eos"))
     tokenizer = Tokenizer(BPE(ids, merges(model), unk_token=unknown, byte_fallback=True, fuse_unk=False))
     tokenizer.normalizer = normalizers.Sequence(_normalizers(model.normalizer_spec))
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-        + [decoders.Strip(" ", 1, 0)] * model.normalizer_spec.add_dummy_prefix
-    )
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if model.normalizer_spec.add_dummy_prefix:
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(steps)
     special = [piece.piece for piece in model.pieces if piece.type in (PIECE.UNKNOWN, PIECE.CONTROL)]
     tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in special])
     bos = bos if bos in special and config.get("add_bos_token", True) else None
@@ -73,7 +73,8 @@ def merges(model: ModelProto) -> list[tuple[str, str]]:
     scores = {piece: score for piece, score in normal.items() if len(piece) > 1}
     ranked = sorted(scores, key=lambda piece: (-scores[piece], -len(piece)))
     for one, other in itertools.pairwise(ranked):
-        if scores[one] == scores[other] and not (len({*one, *other}) == 1 and scores.get(one[0] * 2) == scores[one]):
+        are_runs = len({*one, *other}) == 1 and scores.get(one[0] * 2) == scores[one]  # of the same character
+        if scores[one] == scores[other] and not are_runs:
             raise ValueError("two pieces have the same score")
     rank = {piece: i for i, piece in enumerate(ranked)}
     pairs = (last_merge(piece, rank) for piece in ranked if set(piece) <= normal.keys())

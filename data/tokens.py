@@ -4,7 +4,7 @@
     CACHE/units/KEY.docs    a row of `DOCUMENT` for each document; written last, so a unit that has it is complete
 
 A lock per unit decides who makes it, so several commands share the work, also on several machines. What a killed one
-has not completed is made anew.
+has not completed is made again.
 """
 
 import bisect
@@ -30,7 +30,7 @@ from files import replacing
 
 VERSION = 6  # raised when the same text and tokenizer would give other files
 UNIT_BYTES = 64_000_000
-BATCH = 4_000_000  # characters that are encoded together, on all cores
+GROUP = 4_000_000  # characters that are encoded together, on all cores
 DOCUMENT = np.dtype([("hash", "<u8"), ("bytes", "<u8"), ("tokens", "<u8")])
 END = ""  # stands after the blocks of a document
 
@@ -47,7 +47,7 @@ class Unit:
         return self.path.with_suffix(".docs").is_file() and self.path.is_file()
 
     def prepare(self, timeout: float) -> None:
-        """Make it complete; if another process is at it, wait so many seconds for that one, any time if negative."""
+        """Make it complete; wait `timeout` seconds (negative: any time) if another process makes it."""
         with contextlib.suppress(Timeout), FileLock(self.path.with_suffix(".lock")).acquire(timeout):
             if self.is_complete():
                 return
@@ -62,7 +62,7 @@ class Unit:
         """The rows of its documents; `UserError` unless its ids are as many as they say."""
         table, path = np.fromfile(self.path.with_suffix(".docs"), DOCUMENT), self.path
         if int(table["tokens"].sum()) * self.tokenizer.dtype.itemsize != path.stat().st_size:
-            raise UserError(f"{path} is damaged: its table has other ids; delete {path.parent}, which is made anew.")
+            raise UserError(f"{path} is damaged: its table has other ids; delete {path.parent}; it is made again.")
         return table
 
 
@@ -72,7 +72,7 @@ def write_ids(file: BinaryIO, documents: Iterable[Document], tokenizer: Tokenize
     end = np.array([tokenizer.eos_id], tokenizer.dtype)
     table = array("Q")
     content, size, tokens = hashlib.blake2b(digest_size=8), 0, 0  # hash and sizes of the document so far
-    for blocks in batches(documents):
+    for blocks in group_blocks(documents):
         for block, ids in zip(blocks, tokenizer.encode_batch(blocks), strict=True):
             if block != END:
                 if size == 0:
@@ -90,14 +90,14 @@ def write_ids(file: BinaryIO, documents: Iterable[Document], tokenizer: Tokenize
     return np.array(table, "<u8").view(DOCUMENT)
 
 
-def batches(documents: Iterable[Document]) -> Iterator[list[str]]:
-    """The blocks of documents, with `END` after each document, in lists of about `BATCH` characters."""
+def group_blocks(documents: Iterable[Document]) -> Iterator[list[str]]:
+    """The blocks of documents, with `END` after each document, in lists of about `GROUP` characters."""
     blocks, characters = [], 0
     for document in documents:
         for block in itertools.chain(document, [END]):
             blocks.append(block)
             characters += len(block)
-            if characters >= BATCH:
+            if characters >= GROUP:
                 yield blocks
                 blocks, characters = [], 0
     yield blocks
@@ -120,25 +120,32 @@ def prepare_units(files: Sequence[TextFile], tokenizer: Tokenizer, folder: Path)
     return units
 
 
+@dataclass
+class Span:
+    """Chosen documents that are neighbours in a file."""
+
+    path: Path
+    end: int  # in the stream
+    shift: int  # how much later they are in the file than in the stream, in ids
+
+
 class TokenStream:
     """The ids of documents, end to end, read when they are asked for."""
 
     def __init__(self, units: Sequence[Unit], chosen: list[bool]):
         """chosen: whether a document is in the stream, for each row of the units' tables."""
-        self._dtype, self.length = units[0].tokenizer.dtype, 0  # in ids; may be set to fewer
-        # For each run of neighbouring documents: its file, its end in the stream, and how much later it is in the file.
-        self._paths, self._ends, self._shifts = [], [], []
+        self._dtype = units[0].tokenizer.dtype
+        self.length = 0  # in ids; may be set to fewer
+        self._spans: list[Span] = []
         row = 0
         for unit in units:
             place, is_open, last = 0, False, row + len(unit.table)
             for tokens, is_chosen in zip(unit.table["tokens"].tolist(), chosen[row:last], strict=True):
                 if is_chosen:
                     if not is_open:
-                        self._paths.append(unit.path)
-                        self._ends.append(self.length)
-                        self._shifts.append(place - self.length)
+                        self._spans.append(Span(unit.path, self.length, place - self.length))
                     self.length += tokens
-                    self._ends[-1] = self.length
+                    self._spans[-1].end = self.length
                 place += tokens
                 is_open = is_chosen
             row = last
@@ -147,14 +154,16 @@ class TokenStream:
         return self.length
 
     def __getitem__(self, places: slice) -> np.ndarray:
-        """The ids of a slice with step 1, read anew: pages that stay mapped would count as memory of the process."""
+        """The ids of a slice with step 1. Read each time, since mapped pages would count as memory of the process."""
         start, stop, _ = places.indices(len(self))
-        ids, run = [np.empty(0, self._dtype)], bisect.bisect_right(self._ends, start)
+        ids = [np.empty(0, self._dtype)]
+        index = bisect.bisect_right(self._spans, start, key=lambda span: span.end)
         while start < stop:
-            end = min(stop, self._ends[run])
-            first = start + self._shifts[run]
-            ids.append(np.fromfile(self._paths[run], self._dtype, end - start, offset=first * self._dtype.itemsize))
-            start, run = end, run + 1
+            span = self._spans[index]
+            end = min(stop, span.end)
+            first = start + span.shift
+            ids.append(np.fromfile(span.path, self._dtype, end - start, offset=first * self._dtype.itemsize))
+            start, index = end, index + 1
         return np.concatenate(ids)
 
 

@@ -71,6 +71,7 @@ def sample_text(files: list[TextFile], settings: DataSettings) -> list[str]:
         if due < SAMPLE_BYTES and fraction < 1:
             continue
         for document in read_documents(file):
+            # A longer document is never held out (see `split_documents`): the hash of its beginning does not matter.
             texts.append("".join(itertools.islice(document, 1 + 2 * MAX_VALIDATION // BLOCK)))
             due -= len(texts[-1])
             if due <= 0:

@@ -99,7 +99,7 @@ def swiglu_backward(dhidden: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
     return dgate_up, hidden
 
 
-class FusedSwiGLU(torch.autograd.Function):
+class TritonSwiGLU(torch.autograd.Function):
     """See `swiglu`."""
 
     @staticmethod
@@ -115,10 +115,10 @@ class FusedSwiGLU(torch.autograd.Function):
 
 def swiglu(gate_up):
     """As `reference.swiglu`."""
-    return FusedSwiGLU.apply(gate_up)
+    return TritonSwiGLU.apply(gate_up)
 
 
-class FusedMLP(torch.autograd.Function):
+class TritonMLP(torch.autograd.Function):
     """See `swiglu_mlp`. x (..., D) and weights of one dtype."""
 
     @staticmethod
@@ -142,4 +142,4 @@ class FusedMLP(torch.autograd.Function):
 
 def swiglu_mlp(x, gate_up_weight, down_weight):
     """As `reference.swiglu_mlp`."""
-    return FusedMLP.apply(x, gate_up_weight.to(x.dtype), down_weight.to(x.dtype))
+    return TritonMLP.apply(x, gate_up_weight.to(x.dtype), down_weight.to(x.dtype))

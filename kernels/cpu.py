@@ -57,7 +57,7 @@ def linear(x, weight, bias=None):
     return y if bias is None else y + bias
 
 
-class FusedNorm(torch.autograd.Function):
+class CpuNorm(torch.autograd.Function):
     """See `normalize`. s (..., D); the result is the normalized s alone."""
 
     @staticmethod
@@ -101,7 +101,7 @@ def normalize(x, weight=None, bias=None, residual=None, *, kind, eps):
     if weight is None or weight.dtype != torch.float32:
         return reference.normalize(x, weight, bias, residual, kind=kind, eps=eps)
     s = x if residual is None else (x + residual).to(residual.dtype)  # torch adds bfloat16 in float32, rounding once
-    y = FusedNorm.apply(s, weight, bias, kind, eps)
+    y = CpuNorm.apply(s, weight, bias, kind, eps)
     return y.to(x.dtype), s
 
 
@@ -150,8 +150,9 @@ class CausalAttention(torch.autograd.Function):
         """Plain products; the query heads of a group are rows of one product, so keys are never repeated."""
         batch, heads, length, width = q.shape
         groups = heads // k.shape[1]
-        mask_bias = torch.full((length, length), float("-inf"), dtype=q.dtype).triu_(1).repeat(groups, 1)  # (G T, T)
-        if mask is not None:  # (B K, G T, T)
+        if mask is None:  # (G T, T)
+            mask_bias = torch.full((length, length), float("-inf"), dtype=q.dtype).triu_(1).repeat(groups, 1)
+        else:  # (B K, G T, T)
             hidden = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
             mask_bias = hidden.repeat(batch // len(mask), k.shape[1], groups, 1).flatten(0, 1)
         q = q.reshape(-1, groups * length, width)  # (B K, G T, d)
@@ -186,7 +187,7 @@ def attention(q, k, v, mask=None):
     return reference.attention(q, k, v, mask)
 
 
-class FusedSwiGLU(torch.autograd.Function):
+class CpuSwiGLU(torch.autograd.Function):
     """silu(gate) * up of (..., F) each, of which only gate and up themselves are kept."""
 
     @staticmethod
@@ -204,13 +205,13 @@ class FusedSwiGLU(torch.autograd.Function):
 
 def swiglu(gate_up):
     """As `reference.swiglu`, with silu rounded to the dtype before the product with up."""
-    return FusedSwiGLU.apply(*(half.contiguous() for half in gate_up.chunk(2, dim=-1)))
+    return CpuSwiGLU.apply(*(half.contiguous() for half in gate_up.chunk(2, dim=-1)))
 
 
 def swiglu_mlp(x, gate_up_weight, down_weight):
     """As `reference.swiglu_mlp`. Two products: elementwise operations on halves of rows would take twice as long."""
     gate, up = (linear(x, weight) for weight in gate_up_weight.to(x.dtype).chunk(2))
-    return linear(FusedSwiGLU.apply(gate, up), down_weight)
+    return linear(CpuSwiGLU.apply(gate, up), down_weight)
 
 
 class LinearCrossEntropy(torch.autograd.Function):

@@ -25,13 +25,13 @@ IGNORED = tl.constexpr(reference.IGNORED)
 @triton.jit(do_not_specialize=["rows", "width"])
 def cross_entropy_kernel(
     logits_ptr,  # (rows, stride), of which the columns from `width` are -inf; overwritten with GRADIENT
-    target_ptr, weight_ptr, loss_ptr,  # int64, float32 and float32 output, (rows,) each; weight only with GRADIENT
+    target_ptr, token_weight_ptr, loss_ptr,  # (rows,) each: int64, float32 (with GRADIENT), float32 output
     rows, width, stride, BLOCK: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Each program takes every n-th row: loss = log sum exp(logits) - logits[target].
 
-    With GRADIENT, weight (softmax - onehot) overwrites the logits, rounded once. Ignored rows are not read; they get
-    loss 0 and gradient 0. A target that is no column gives NaN for both.
+    With GRADIENT, token_weight (softmax - onehot) overwrites the logits, rounded once. Ignored rows are not read; they
+    get loss 0 and gradient 0. A target that is no column gives NaN for both.
 
     Each 8 columns that a thread reads at once have their own maximum and sum, rescaled whenever a larger logit appears
     (Milakov and Gimelshein 2018, algorithm 3): threads meet at the end of a row only. No barrier is needed before the
@@ -65,8 +65,8 @@ def cross_entropy_kernel(
         loss = tl.where(valid, highest + tl.log(normalizer) - tl.sum(chosen), float("nan"))
         tl.store(loss_ptr + row, tl.where(counted, loss, 0.0))
         if GRADIENT:
-            weight = tl.where(valid, tl.load(weight_ptr + row), float("nan"))
-            scale = tl.where(counted, weight / normalizer, 0.0)
+            token_weight = tl.where(valid, tl.load(token_weight_ptr + row), float("nan"))
+            scale = tl.where(counted, token_weight / normalizer, 0.0)
             for start in range(0, stride, BLOCK):
                 inside = offset < end - start
                 logits = tl.load(
@@ -74,13 +74,13 @@ def cross_entropy_kernel(
                 )
                 delta = tl.exp(logits.to(tl.float32) - highest) * scale
                 if (column >= start) & (column < start + BLOCK):
-                    delta -= tl.where(offset == column - start, weight, 0.0)
+                    delta -= tl.where(offset == column - start, token_weight, 0.0)
                 delta = delta.to(logits_ptr.dtype.element_ty)
                 tl.store(row_ptr + start + offset, delta, mask=offset < stride - start)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None, loss: Tensor) -> None:
-    """Write losses (n,) of logits (n, V); with weights (n,), the gradient overwrites the logits.
+def cross_entropy(logits: Tensor, targets: Tensor, token_weights: Tensor | None, loss: Tensor) -> None:
+    """Write losses (n,) of logits (n, V); with token_weights (n,), the gradient overwrites the logits.
 
     Rows of logits have a stride divisible by 16, and what follows a row up to the next is -inf. A row is read twice,
     and should be in the cache the second time. A multiprocessor therefore works on few rows at once, with 1,024 threads
@@ -90,8 +90,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, weights: Tensor | None, loss:
     block = min(max(tile_width(width) // 16, 256), 8192)
     programs = min(rows, multiprocessors(logits.device) * (8192 // block))
     cross_entropy_kernel[(programs,)](
-        logits, targets, weights, loss, rows, width, logits.stride(0),
-        BLOCK=block, GRADIENT=weights is not None, num_warps=min(block // 256, max_warps(logits.device)),
+        logits, targets, token_weights, loss, rows, width, logits.stride(0),
+        BLOCK=block, GRADIENT=token_weights is not None, num_warps=min(block // 256, max_warps(logits.device)),
     )  # fmt: skip
 
 
@@ -121,8 +121,8 @@ def run_chunks(x, weight, targets, token_weights, needs_dx, needs_dweight):
         torch.mm(x[tokens], weight.t(), out=logits)
         if vocabulary % 16:
             buffer[:, vocabulary:] = float("-inf")  # classes without probability: the kernel needs no other mask
-        weights = None if token_weights is None else token_weights[tokens]
-        cross_entropy(logits, targets[tokens], weights, loss[tokens])
+        chunk_weights = None if token_weights is None else token_weights[tokens]
+        cross_entropy(logits, targets[tokens], chunk_weights, loss[tokens])
         if needs_dx:
             multiply(logits, weight, dx[tokens], add=False)
         if needs_dweight:

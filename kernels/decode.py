@@ -36,8 +36,8 @@ def multiply_rows(
     """W norm(x) for some rows of W: a tuple of (ROWS,) for each sequence. KIND is "rms", "layer" or None, for W x.
 
     rstd is a factor of the whole sum, so that it can follow the loop that also sums the squares:
-    W norm(x) = rstd (W weight) (x - mean) + W bias, where RMSNorm has mean 0. LayerNorm reads x once more for the mean.
-    Products are summed over groups of 8 columns, which are in the registers of one thread, over turns, over groups.
+    W norm(x) = rstd (W diag(g)) (x - mean) + W b, with g and b the norm's weight and bias. RMSNorm has mean 0.
+    Order of each sum: first the 8 columns of a thread, then the turns of the loop, then the groups.
     """
     groups: tl.constexpr = BLOCK // 8
     column = tl.arange(0, BLOCK)
@@ -270,7 +270,7 @@ def combine_splits_kernel(
 
 
 def splits_for(positions: int) -> int:
-    """Ranges of a cache of so many positions to attend to in parallel, a power of two; combining them is a launch."""
+    """Ranges of a cache of `positions` to attend to in parallel, a power of two; combining them is a launch."""
     if positions <= 2 * POSITIONS_PER_SPLIT:
         return 1
     return min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(positions, POSITIONS_PER_SPLIT)))

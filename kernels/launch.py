@@ -23,7 +23,7 @@ def register_op(fake: Callable) -> Callable[[Callable], Callable]:
 
     def register(function: Callable) -> Callable:
         @wraps(function)
-        def run(*arguments):
+        def launch(*arguments):
             device = arguments[0].device
             if device.type != "cuda" or device.index == torch.cuda.current_device():
                 return function(*arguments)
@@ -33,7 +33,7 @@ def register_op(fake: Callable) -> Callable[[Callable], Callable]:
         schema = torch.library.infer_schema(function, mutates_args=(), op_name=function.__name__)
         name = LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
         for key in ("CUDA", "CPU"):  # CUDA is also ROCm; the CPU is for Triton's interpreter
-            LIBRARY.impl(name, run, key)
+            LIBRARY.impl(name, launch, key)
         torch.library.register_fake(f"prenorm::{name}", fake, lib=LIBRARY)
         return getattr(torch.ops.prenorm, name)
 

@@ -60,8 +60,8 @@ def norm_backward_kernel(
     dy_ptr, ds_ptr,  # gradients (rows, width) of y and of s; ds may be None
     s_ptr, weight_ptr, statistics_ptr,  # from the forward pass
     dx_ptr,  # output (rows, width), contiguous
-    parts_ptr,  # float32 output (programs, DWEIGHT + DBIAS, width): each program's share of dweight and of dbias
-    rows, dy_stride, ds_stride, s_stride, width,
+    parts_ptr,  # float32 output (programs, 0 to 2, width): each program's share of dweight and of dbias
+    rows, dy_stride, ds_stride, s_stride, parts_stride, width,
     KIND: tl.constexpr, DWEIGHT: tl.constexpr, DBIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Each program takes every n-th tile of ROWS rows, and keeps its share of the sums over rows in registers.
@@ -107,11 +107,12 @@ def norm_backward_kernel(
             dx += ds.to(tl.float32)
         tl.store(dx_ptr + row * width + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
     column = tl.arange(0, BLOCK)
-    parts_ptr += tl.program_id(0).to(tl.int64) * (DWEIGHT + DBIAS) * width + column
+    parts_ptr += tl.program_id(0).to(tl.int64) * parts_stride + column
     if DWEIGHT:
         tl.store(parts_ptr, tl.sum(dweight, 0), mask=column < width)
+        parts_ptr += width
     if DBIAS:
-        tl.store(parts_ptr + DWEIGHT * width, tl.sum(dbias, 0), mask=column < width)
+        tl.store(parts_ptr, tl.sum(dbias, 0), mask=column < width)
 
 
 def norm_forward_fake(x, residual, weight, bias, kind, eps):
@@ -126,23 +127,24 @@ def norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y and s in x's shape, s empty without a residual; float32 statistics (1 or 2, rows): rstd, for LayerNorm mean."""
     y, s, statistics = norm_forward_fake(x, residual, weight, bias, kind, eps)
-    x, residual = as_rows(x), None if residual is None else as_rows(residual)
+    x = as_rows(x)
+    residual = None if residual is None else as_rows(residual)
     rows, width = x.shape
     if rows == 0:
         return y, s, statistics
-    x_stride, residual_stride = x.stride(0), 0 if residual is None else residual.stride(0)
+    residual_stride = 0 if residual is None else residual.stride(0)
     block = tile_width(width)
     tile = min(32, 4096 // block) if block <= 256 else 1  # narrow rows share a program
     warps = max(block * tile // 1024, 1)  # 32 elements a thread: four loads of 16 bytes
     norm_forward_kernel[(triton.cdiv(rows, tile),)](
-        x, residual, weight, bias, y, s, statistics, rows, x_stride, residual_stride, width, eps,
+        x, residual, weight, bias, y, s, statistics, rows, x.stride(0), residual_stride, width, eps,
         KIND=kind, ROWS=tile, BLOCK=block, num_warps=min(warps, max_warps(x.device)),
     )  # fmt: skip
     return y, s, statistics
 
 
 def norm_backward_fake(dy, ds, s, weight, statistics, kind, needs_dweight, needs_dbias):
-    return s.new_empty(s.shape), s.new_empty((needs_dweight + needs_dbias, s.shape[-1]), dtype=torch.float32)
+    return s.new_empty(s.shape), s.new_empty((int(needs_dweight) + int(needs_dbias), s.shape[-1]), dtype=torch.float32)
 
 
 @register_op(norm_backward_fake)
@@ -151,15 +153,17 @@ def norm_backward(
     kind: str, needs_dweight: bool, needs_dbias: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx in the shape and dtype of s; sums float32 (0 to 2, D): of dweight and of dbias those that are needed."""
-    dx, width = s.new_empty(s.shape), s.shape[-1]
-    dy, s, ds = as_rows(dy), as_rows(s), None if ds is None else as_rows(ds)
-    rows, sums = s.shape[0], needs_dweight + needs_dbias
-    dy_stride, ds_stride, s_stride = dy.stride(0), 0 if ds is None else ds.stride(0), s.stride(0)
+    dx = s.new_empty(s.shape)
+    dy, s = as_rows(dy), as_rows(s)
+    ds = None if ds is None else as_rows(ds)
+    rows, width = s.shape
+    sums = int(needs_dweight) + int(needs_dbias)
+    ds_stride = 0 if ds is None else ds.stride(0)
     block = tile_width(width)
     programs, options = backward_geometry(block, rows, s.device)
     parts = torch.empty((programs, sums * width), device=s.device, dtype=torch.float32)
     norm_backward_kernel[(programs,)](
-        dy, ds, s, weight, statistics, dx, parts, rows, dy_stride, ds_stride, s_stride, width,
+        dy, ds, s, weight, statistics, dx, parts, rows, dy.stride(0), ds_stride, s.stride(0), sums * width, width,
         KIND=kind, DWEIGHT=needs_dweight, DBIAS=needs_dbias, BLOCK=block, **options,
     )  # fmt: skip
     return dx, parts.sum(0).view(sums, width)
@@ -174,7 +178,7 @@ def backward_geometry(block: int, rows: int, device: torch.device) -> tuple[int,
     """
     tile = min(32, max(1024 // block, 1))
     threads = block * tile // (8 if block <= 4096 else 16)  # loads of 16 bytes, one or two for each tensor
-    registers = 96 if block <= 512 else 64 if block <= 4096 else 128  # enough not to spill
+    registers = 96 if block <= 512 else 64 if block <= 4096 else 128  # no spills: test_compiled.py measures it
     resident = multiprocessors(device) * (REGISTERS // (threads * registers))
     warps = max_warps(device)
     options = {"ROWS": tile, "num_warps": min(max(threads * warps // 1024, 1), warps)}
@@ -183,7 +187,7 @@ def backward_geometry(block: int, rows: int, device: torch.device) -> tuple[int,
     return max(1, min(resident, rows // max(tile, 8))), options
 
 
-class FusedNorm(torch.autograd.Function):
+class TritonNorm(torch.autograd.Function):
     """See `normalize`. Returns y and s, which is empty without a residual."""
 
     @staticmethod
@@ -218,5 +222,5 @@ def normalize(x, weight=None, bias=None, residual=None, *, kind, eps):
     element_size = max(x.element_size(), 0 if residual is None else residual.element_size())
     if tile_width(x.shape[-1]) * element_size > MAX_ROW_BYTES:
         return reference.normalize(x, weight, bias, residual, kind=kind, eps=eps)
-    y, s = FusedNorm.apply(x, residual, weight, bias, kind, eps)
+    y, s = TritonNorm.apply(x, residual, weight, bias, kind, eps)
     return y, x if residual is None else s

@@ -13,14 +13,9 @@ IGNORED = -100  # the target that no loss counts
 
 
 def normalize(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    *,
-    kind: str,
-    eps: float,
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, residual: Tensor | None = None,
+    *, kind: str, eps: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Normalize the rows of `x`, or of `x + residual`; return the rows for the next block and the residual stream.
 
     kind "rms":   y = w s / sqrt(mean(s^2) + eps) + b        (Zhang and Sennrich 2019, equation 4, eps inside the root)
@@ -43,15 +38,9 @@ def normalize(
 
 
 def rotary(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    q_norm_weight: Tensor | None = None,
-    k_norm_weight: Tensor | None = None,
-    eps: float = 1e-6,
-) -> tuple[Tensor, Tensor, Tensor]:
+    qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int,
+    q_norm_weight: Tensor | None = None, k_norm_weight: Tensor | None = None, eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Split packed rows into q, k and v, and rotate q and k by their positions (Su et al. 2021, equation 34).
 
     Element i of a head and element i + d/2 are one pair (the half-split convention), rotated by the angle of column i:
@@ -97,8 +86,7 @@ def swiglu_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None = None) -> Tensor:
     """The loss -log softmax(W x)[target] of each token, in nats; 0 where the target is IGNORED.
 
-    x (N, D); weight (V, D); targets (N,) int64. The product runs in x's dtype, the softmax in
-    float32. Returns (N,) float32.
+    x (N, D); weight (V, D); targets (N,) int64. Product in x's dtype, softmax in float32. Returns float32 (N,).
     token_weights, float32 (N,) or one for all, 0-dimensional: return the sum of weight times loss instead, a float32
     scalar. Training wants this one number: a GPU computes its gradients without the logits of all tokens in memory.
     The weights are constants: no gradient flows to them.

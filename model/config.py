@@ -25,6 +25,7 @@ class NormParameter:
 # To add a norm: a row here with its learned parameters, and a branch in `Norm.normalize` (model/norm.py). All else
 # follows from the row, from initialization to files. For the bias it is only the default: `norm_bias` adds or drops it.
 WEIGHT, BIAS = NormParameter("weight", initial=1.0), NormParameter("bias", initial=0.0)
+ALPHA, SHIFT = NormParameter("alpha", 0.5, per_channel=False), NormParameter("shift", 0.0, per_channel=False)
 NORMS: dict[str, tuple[NormParameter, ...]] = {
     "rms": (WEIGHT,),
     "layer": (WEIGHT, BIAS),
@@ -35,13 +36,8 @@ NORMS: dict[str, tuple[NormParameter, ...]] = {
     "l2": (WEIGHT,),
     "group": (WEIGHT, BIAS),
     "batch": (WEIGHT, BIAS),
-    "dyt": (NormParameter("alpha", initial=0.5, per_channel=False), WEIGHT, BIAS),
-    "derf": (
-        NormParameter("alpha", initial=0.5, per_channel=False),
-        NormParameter("shift", initial=0.0, per_channel=False),
-        WEIGHT,
-        BIAS,
-    ),
+    "dyt": (ALPHA, WEIGHT, BIAS),
+    "derf": (ALPHA, SHIFT, WEIGHT, BIAS),
     "none": (),
 }
 NORM_GROUPS = 8  # slices of the channels for the norm `group`
@@ -129,10 +125,10 @@ class ModelConfig:
             if type(value) not in (int, float) or not 0 < value < 1e9:  # scores are products of two attention factors
                 raise UserError(f"rope_scaling has {key} {value!r} and needs a number above 0 and below 1e9.")
         if self.head_dim is not None and self.head_dim * heads == width:
-            vars(self)["head_dim"] = None  # equal models must have equal configurations
+            object.__setattr__(self, "head_dim", None)  # equal models must have equal configurations
         row = NORMS[self.norm]
         if not row or self.norm_bias == (BIAS in row):  # the default; a norm without parameters never has a bias
-            vars(self)["norm_bias"] = None
+            object.__setattr__(self, "norm_bias", None)
 
     @property
     def resolved_head_dim(self) -> int:
@@ -162,4 +158,4 @@ class ModelConfig:
     @property
     def num_norms(self) -> int:
         """Number of norms that `norm` chooses: those of the layers, and one before the head unless placed `post`."""
-        return self.num_hidden_layers * PLACEMENTS[self.norm_placement] + (self.norm_placement != "post")
+        return self.num_hidden_layers * PLACEMENTS[self.norm_placement] + (0 if self.norm_placement == "post" else 1)

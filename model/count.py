@@ -1,14 +1,18 @@
 """Numbers of parameters and FLOPs that follow from a configuration. Imports no torch."""
 
-from model.config import ModelConfig
+from model.config import PLAIN, ModelConfig
 
 
 def num_parameters(config: ModelConfig) -> int:
-    head_dim = config.resolved_head_dim
-    attention = 2 * head_dim * config.qk_norm + config.hidden_size * config.attention_output_bias
-    attention += (config.num_attention_heads + 2 * config.num_key_value_heads) * head_dim * config.attention_bias
+    layer = layer_matrices(config)
+    if config.qk_norm:
+        layer += 2 * config.resolved_head_dim
+    if config.attention_bias:
+        layer += (config.num_attention_heads + 2 * config.num_key_value_heads) * config.resolved_head_dim
+    if config.attention_output_bias:
+        layer += config.hidden_size
     vocabulary = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    return vocabulary + config.num_hidden_layers * (layer_matrices(config) + attention) + num_norm_parameters(config)
+    return vocabulary + config.num_hidden_layers * layer + num_norm_parameters(config)
 
 
 def num_norm_parameters(config: ModelConfig) -> int:
@@ -17,10 +21,11 @@ def num_norm_parameters(config: ModelConfig) -> int:
 
 
 def adapter_parameters(config: ModelConfig, rank: int) -> int:
-    """Number of parameters of a LoRA adapter: rank * (in + out) for each of q, k, v, o, gate, up and down."""
-    heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
-    attention = 4 * config.hidden_size + 2 * (heads + key_value_heads) * config.resolved_head_dim
-    return config.num_hidden_layers * rank * (attention + 3 * (config.hidden_size + config.intermediate_size))
+    """Number of parameters of a LoRA adapter: rank * (in + out) for each matrix of the layers."""
+    heads = config.num_attention_heads + config.num_key_value_heads  # q and o; k and v
+    attention = 4 * config.hidden_size + 2 * heads * config.resolved_head_dim
+    mlp = (2 if config.mlp in PLAIN else 3) * config.hidden_size + 3 * config.intermediate_size  # two: 3/2 as wide
+    return config.num_hidden_layers * rank * (attention + mlp)
 
 
 def layer_matrices(config: ModelConfig) -> int:

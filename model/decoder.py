@@ -54,23 +54,23 @@ class Layer(nn.Module):
         self.attention_output_layernorm = Norm(config) if of_output else None
         self.mlp_output_layernorm = Norm(config) if of_output else None
 
-    def forward(self, x: Tensor, residual: Tensor | None, *context) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, residual: Tensor | None, *attention_inputs) -> tuple[Tensor, Tensor | None]:
         """Take and return the output of the last block and the residual stream without it, (B, T, D) each.
 
         A `residual` of None stands for zeros: before the first layer, and always with `post` and `output`.
-        context: the tables, the mask and the cache that `Attention.forward` takes.
+        attention_inputs: the tables, the mask and the cache that `Attention.forward` takes.
         """
         if self.placement == "post":  # x = norm(x + attention(x)); x = norm(x + mlp(x))  (Vaswani et al. 2017)
-            x, _ = self.input_layernorm(self.self_attn(x, *context), x)
+            x, _ = self.input_layernorm(self.self_attn(x, *attention_inputs), x)
             x, _ = self.post_attention_layernorm(self.mlp(x), x)
             return x, None
         if self.placement == "output":  # x = x + norm(attention(x)); x = x + norm(mlp(x))  (OLMo 2, arXiv 2501.00656)
-            y, _ = self.attention_output_layernorm(self.self_attn(x, *context))
+            y, _ = self.attention_output_layernorm(self.self_attn(x, *attention_inputs))
             x = x + y
             y, _ = self.mlp_output_layernorm(self.mlp(x))
             return x + y, None
         x, residual = self.input_layernorm(x, residual)  # residual += x; x = norm(residual)
-        x = self.self_attn(x, *context)
+        x = self.self_attn(x, *attention_inputs)
         if self.placement == "sandwich":
             x, _ = self.attention_output_layernorm(x)
         x, residual = self.post_attention_layernorm(x, residual)  # residual += x; x = norm(residual)
@@ -99,16 +99,10 @@ class Decoder(nn.Module):
             initialize(self, seed)
 
     def forward(
-        self,
-        tokens: Tensor,
-        targets: Tensor | None = None,
-        documents: Tensor | None = None,
-        *,
-        token_weights: Tensor | None = None,
-        cache: KeyValueCache | None = None,
-        padding: Tensor | None = None,
-        last_only: bool = False,
-    ) -> Tensor:
+        self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None,
+        *, token_weights: Tensor | None = None,
+        cache: KeyValueCache | None = None, padding: Tensor | None = None, last_only: bool = False,
+    ) -> Tensor:  # fmt: skip
         """Logits of tokens (B, T) int64: float32 (B, T, V), or (B, 1, V) of the last position with `last_only`.
 
         targets (B, T) int64: return the losses instead, in nats, float32 (B, T), 0 where a target is `IGNORED`.
@@ -125,14 +119,15 @@ class Decoder(nn.Module):
         if padding is None and start + length > self.config.max_position_embeddings:
             raise ValueError(f"{start + length} tokens exceed the context of {self.config.max_position_embeddings}")
         cos, sin = self.rope(start, length, padding)
-        context = cos, sin, attention_mask(start, length, padding, tokens.device, documents), cache
-        x, residual = F.embedding(tokens, self.embed_tokens.weight).to(self.compute_dtype), None  # (B, T, D)
+        attention_inputs = cos, sin, attention_mask(start, length, padding, tokens.device, documents), cache
+        x = F.embedding(tokens, self.embed_tokens.weight).to(self.compute_dtype)  # (B, T, D)
+        residual = None
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
-                inputs = x, residual, *context
+                inputs = x, residual, *attention_inputs
                 x, residual = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                x, residual = layer(x, residual, *context)
+                x, residual = layer(x, residual, *attention_inputs)
         if cache is not None:
             cache.length += length
         if last_only:
@@ -181,7 +176,8 @@ def attend_to_previous_token(decoder: Decoder) -> None:
 
     Heads that copy what followed an earlier occurrence need one below them (Olsson et al. 2022, arXiv 2209.11895). k's
     bias is a in the first of the two elements of the fastest pairs, q's the same turned back by a position: the score
-    at distance n is a^2 sum cos((n - 1) theta_i) / sqrt(d), and at n = 1 by 4 larger than at 0 and 2.
+    at distance n is a^2 sum cos((n - 1) theta_i) / sqrt(d), and at n = 1 by 4 larger than at 0 and 2. With `qk_norm`,
+    whose norms take the length of q and k away, it is larger by sqrt(d) (1 - mean cos theta_i), 1.4 for heads of 64.
     """
     attention = decoder.layers[0].self_attn
     cos, sin = decoder.rope.cos[1, :6], decoder.rope.sin[1, :6]

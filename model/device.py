@@ -30,14 +30,14 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device, stored: torch.dtype | None = None) -> torch.dtype:
-    """The dtype of activations that `--dtype name` means; in generation also of weights, `stored` in that of files."""
+    """The dtype of activations that `--dtype name` means, in generation of weights too; stored: that of their files."""
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     uses_them = torch.backends.cpu.get_cpu_capability() == "AVX512"  # ATEN_CPU_CAPABILITY can rule it out
-    stays_exact = stored in (None, torch.bfloat16)
+    stays_exact = stored in (None, torch.bfloat16)  # on a CPU, `auto` does not round the weights of files
     return torch.bfloat16 if device.type == "cpu" and has_instructions and uses_them and stays_exact else torch.float32
 
 

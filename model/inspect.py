@@ -61,8 +61,9 @@ def inspect(decoder: Decoder, ids: Sequence[int]) -> Inspection:
         for field, tensor in fields.items():
             measured.setdefault(field, []).append(tensor.cpu())
 
-    losses, chance = token_losses(decoder, ids, names, record), math.sqrt(2 / (math.pi * decoder.config.hidden_size))
+    losses = token_losses(decoder, ids, names, record)
     stacked = {field: torch.stack(tensors) for field, tensors in measured.items()}
+    chance = math.sqrt(2 / (math.pi * decoder.config.hidden_size))
     return Inspection(tuple(norms), chance=chance, losses=losses, **stacked)
 
 
@@ -76,7 +77,8 @@ def surgery(decoder: Decoder, ids: Sequence[int], change: str, norm: str | None 
     if change not in CHANGES or norm not in (None, *norms):
         changes, of_norm = ", ".join(CHANGES), "" if norm is None else f" of {norm}"
         raise UserError(f"there is no change {change}{of_norm}: changes are {changes}; norms are {', '.join(norms)}.")
-    chosen, hook = norms.values() if norm is None else [norms[norm]], functools.partial(replace_output, change)
+    chosen = norms.values() if norm is None else [norms[norm]]
+    hook = functools.partial(replace_output, change)
     return token_losses(decoder, ids, chosen, hook) - token_losses(decoder, ids, [], hook)
 
 
@@ -130,10 +132,11 @@ def predict(decoder: Decoder, x: Tensor, residual: Tensor | None) -> dict[str, T
 
 def replace_output(change: str, norm: Norm, _: tuple, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """A forward hook that makes one of `CHANGES` on a copy of the norm, and gives the copy's output instead."""
-    s, changed = outputs[1], copy.deepcopy(norm)  # s (1, T, D)
-    if change == "statistics":  # all tokens as one row, channel by channel, so that slices of channels stay slices
+    s = outputs[1]  # (1, T, D)
+    changed = copy.deepcopy(norm)
+    if change == "statistics":  # all tokens as one row (1, 1, D T), channel by channel, so that slices stay slices
         for tensor in (*changed.parameters(), *changed.buffers()):
-            tensor.data = tensor.repeat_interleave(s.shape[1]) if tensor.ndim else tensor
+            tensor.data = tensor.repeat_interleave(s.shape[1]) if tensor.ndim else tensor  # (D,) -> (D T,)
         if norm.kind == "l2":  # a row's length grows with the square root of its width
             changed.weight.mul_(math.sqrt(s.shape[1]))
         return changed.forward(s.mT.reshape(1, 1, -1))[0].view(s.mT.shape).mT.contiguous(), s

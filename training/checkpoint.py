@@ -5,7 +5,7 @@
              state.json : step, tokens, hashes; written last, so a directory that has it is complete
     best/    a copy without training_state.safetensors; with LoRA, both have an adapter instead of a model
 
-With --shard every process writes files such as model-00001-of-00004.safetensors, with an index as of Hugging Face.
+With --shard every process writes files like model-00001-of-00004.safetensors, with an index in Hugging Face's format.
 A save writes `last.new`, fsyncs it, renames `last` to `last.old` and `last.new` to `last`, and deletes `last.old`:
 wherever that is interrupted, one of the three is complete, and readers take the first complete one. Nothing is pickled.
 There is no random state: nothing in training draws from torch's global generators.

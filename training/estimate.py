@@ -28,7 +28,7 @@ def estimate(settings: Settings) -> float:
     device, dtype = choose_machine(settings.machine)
     model, data, steps, rank = settings.model, settings.data, settings.optimizer.steps, settings.run.lora
     tokens, flops = steps * data.batch_size * data.sequence_length, flops_per_token(model, data.sequence_length)
-    adapter = "" if rank is None else f", of which none learns; {adapter_parameters(model, rank):,} of an adapter do"
+    adapter = "" if rank is None else f", all frozen; {adapter_parameters(model, rank):,} of an adapter learn"
     print(f"model     {num_parameters(model):,} parameters, {model.norm} norm{adapter}")
     print(f"training  {tokens:,} tokens in {steps:,} steps of {data.batch_size} sequences of {data.sequence_length}")
     is_here = not any(name in HUB_TEXTS or name.startswith("hub:") for name in data.data)
@@ -78,7 +78,7 @@ def memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> dict
 
 def kept_elements(settings: Settings, fused: bool) -> int:
     """Elements that the forward pass keeps per token, without logits: in a layer the inputs and outputs of two norms;
-    q, k and v, rotated; the attention's output; and the MLP's packed gate and up. What is not `fused` also keeps q, k
+    q, k and v, rotated; the attention's output; and SwiGLU's packed gate and up. What is not `fused` also keeps q, k
     and v as they were packed, and the product of gate and up, as LoRA does. With checkpointing, each layer keeps its
     two inputs, and one layer at a time is computed again.
     """
@@ -116,7 +116,8 @@ def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -
         start = time.perf_counter()
         train_step(forward, [tuple(batch)] * count, optimizer, scaler, clip, ALONE, device)
         fastest[count] = min(fastest[count], time.perf_counter() - start)
-    one_pass = fastest[counts[-1]] - fastest[1]  # of one more micro-batch, without an update of the weights
+    # t1, t2: fastest step with one and with two micro-batches. A step of n takes t1 + (n - 1) (t2 - t1).
+    one_pass = fastest[counts[-1]] - fastest[1]
     step = fastest[1] + (data.batch_size / sequences - 1) * one_pass
     how = f"{step:,.2f} s a step, the fastest of {STEPS} at a batch size of {sequences}"
     print(f"time      {format_time(step * settings.optimizer.steps)} on {device_name(device)}: {how}")

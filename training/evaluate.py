@@ -33,12 +33,11 @@ class Evaluation:
         return None if self.text_bytes is None else self.nats / math.log(2) / self.text_bytes
 
     def __str__(self) -> str:
+        loss, perplexity = f"{self.loss:.4f} nats per", f"perplexity {self.perplexity:.2f}"
         if self.text_bytes is None:
-            return f"{self.loss:.4f} nats per answer token, perplexity {self.perplexity:.2f} ({self.tokens:,} tokens)"
-        return (
-            f"{self.loss:.4f} nats per token, perplexity {self.perplexity:.2f}, "
-            f"{self.bits_per_byte:.4f} bits per byte ({self.tokens:,} tokens, {self.text_bytes:,} bytes)"
-        )
+            return f"{loss} answer token, {perplexity} ({self.tokens:,} tokens)"
+        sizes = f"{self.tokens:,} tokens, {self.text_bytes:,} bytes"
+        return f"{loss} token, {perplexity}, {self.bits_per_byte:.4f} bits per byte ({sizes})"
 
 
 @torch.no_grad()
@@ -46,13 +45,15 @@ def evaluate(
     model: Decoder, windows: Iterable[Batch], text_bytes: int | None, device: torch.device, processes: Processes = ALONE
 ) -> Evaluation:
     """Sum the loss over `windows`, batches of int64 (B, T); the processes share the windows out."""
-    nats, tokens = 0.0, 0
+    nats, tokens, turn = 0.0, 0, 0  # turn: the rank of the next window
     model.eval()  # matters to BatchNorm, the one norm that keeps running statistics
-    for i, batch in enumerate(windows):
-        if i % processes.count == processes.rank:
+    for batch in windows:
+        if turn == processes.rank:
             nats += model(*(torch.from_numpy(array).to(device) for array in batch)).sum().item()
             tokens += int((batch[1] != IGNORED).sum())
-    if i % processes.count < processes.rank:  # a sharded model runs in all processes or in none
+        turn = (turn + 1) % processes.count
+    # Ranks without a last window run it again and drop the result: a sharded forward pass needs all processes.
+    if 0 < turn <= processes.rank:
         model(*(torch.from_numpy(array).to(device) for array in batch))
     model.train()
     nats, tokens = processes.sum(nats, tokens)

@@ -36,7 +36,7 @@ def train_steps(session: Session) -> Iterator[StepResult]:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
         try:
-            loss, norm = train_step(
+            loss, gradient_norm = train_step(
                 session.forward, session.micro_batches(state.step), optimizer, scaler, clip, processes, session.device
             )
         except Diverged as error:
@@ -49,19 +49,19 @@ def train_steps(session: Session) -> Iterator[StepResult]:
             seconds=state.seconds + seconds,
             scaler=scaler.state_dict() or None,
         )
-        yield StepResult(session.state.step, loss, norm, lr, seconds)
+        yield StepResult(session.state.step, loss, gradient_norm, lr, seconds)
 
 
 def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
     """Train a run in the folder `run_dir`; returns 0, or the number of the signal that stopped it after a save."""
     session = set_up(settings, run_dir, resume=resume)
     processes, stopped_by = session.processes, 0
-    processes.max(0)  # all have read the save that `open_run` may rename
+    processes.wait()  # all have read the save that `open_run` may rename
     if processes.is_main:
         open_run(session, run_dir)
     hidden = None if processes.is_main else True  # None: hidden where standard error is no terminal
-    progress = tqdm(total=session.steps, initial=session.state.step, unit="step", disable=hidden, dynamic_ncols=True)
-    with stop_signals(second_interrupts=processes.count == 1) as received, progress as bar:
+    bar = tqdm(total=session.steps, initial=session.state.step, unit="step", disable=hidden, dynamic_ncols=True)
+    with stop_signals(second_interrupts=processes.count == 1) as received, bar:
         if settings.run.init_from is not None and not resume:
             evaluate_and_save(session, bar)
         for result in train_steps(session):
@@ -121,7 +121,7 @@ def save(session: Session, validation_loss: float | None = None) -> None:
     writers = processes.count if session.sharded and model.lora is None else 1  # an adapter is one file
     try:
         checkpoint.write_tensors(last, model, session.optimizer, tokenizer, processes.rank, writers)
-        processes.max(0)  # what follows needs the files of all processes
+        processes.wait()  # what follows needs the files of all processes
         if processes.is_main:
             checkpoint.publish_save(last, state, tokenizer, is_adapter=model.lora is not None, is_best=is_best)
     except OSError as error:

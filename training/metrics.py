@@ -12,8 +12,7 @@ NAME = "metrics.jsonl"
 
 def write(run_dir: Path, step: int, **values: float | None) -> None:
     """Add one line, without what is None; infinity and NaN, which JSON lacks, are written as strings."""
-    values = {key: value for key, value in values.items() if value is not None}
-    line = {key: value if math.isfinite(value) else str(value) for key, value in values.items()}
+    line = {key: value if math.isfinite(value) else str(value) for key, value in values.items() if value is not None}
     with writing(run_dir / NAME), (run_dir / NAME).open("a", encoding="utf-8") as file:
         file.write(json.dumps({"step": step, **line}) + "\n")
 

@@ -54,7 +54,7 @@ class Muon(torch.optim.Optimizer):
                     same_shape[matrix.shape].append(matrix)
             for matrices in same_shape.values():
                 for i in range(0, len(matrices), BATCH):
-                    scale_rows(matrices[i : i + BATCH], self.dtype)
+                    orthogonalize_and_scale(matrices[i : i + BATCH], self.dtype)
         for parameter, packed in zip(parameters, updates, strict=True):
             update = packed[:, :-1]
             self.state[parameter]["row_squares"].copy_(packed[:, -1:])
@@ -63,8 +63,8 @@ class Muon(torch.optim.Optimizer):
             parameter.sub_(update, alpha=lr)
 
 
-def scale_rows(matrices: list[Tensor], dtype: torch.dtype) -> None:
-    """Make updates of momentum, in place, in matrices of one shape (R, C + 1) with the mean squares of their rows."""
+def orthogonalize_and_scale(matrices: list[Tensor], dtype: torch.dtype) -> None:
+    """Change momentum to updates, in place. Each matrix (R, C + 1): momentum (R, C), mean squares of rows (R, 1)."""
     stacked = orthogonalize(torch.stack([matrix[:, :-1].to(dtype) for matrix in matrices])).float()
     for matrix, update in zip(matrices, stacked, strict=True):
         squares = matrix[:, -1:].lerp_(update.square().mean(1, keepdim=True), 1 - ROW_DECAY)

@@ -56,6 +56,10 @@ class Processes:
             if -self.max(-digest) != self.max(digest):
                 raise UserError(f"the {name} of the processes differ; give all the same files, settings and Python.")
 
+    def wait(self) -> None:
+        """Return once all processes have called this."""
+        self.max(0)
+
     def max(self, value: float) -> float:
         """The maximum of a value over the processes, which wait for each other."""
         return self.sum(value, operation=dist.ReduceOp.MAX)[0]
@@ -80,7 +84,7 @@ ALONE = Processes()
 
 
 def start_processes(device_name: str, timeout_minutes: int) -> Processes:
-    """Join the process group if several processes were started; each waits so long for the others in a collective."""
+    """Join the process group if several processes were started; each waits `timeout_minutes` for the others."""
     count, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
     if count == 1:
         return ALONE

@@ -100,7 +100,7 @@ class MachineSettings:
     device: str = "auto"  # auto (CUDA, else MPS, else CPU) or a torch device such as cuda:1.
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of activations; weights stay float32. auto: bfloat16 if it is fast, else float16 on CUDA, else float32."""
-    kernels: Literal["auto", "triton", "torch"] = "auto"  # Fused Triton kernels, or plain PyTorch.
+    kernels: Literal["auto", "triton", "torch"] = "auto"  # Triton kernels, or PyTorch (on a CPU: with kernels/cpu.py).
     compile: bool = False  # Compile the model with torch.compile: slow first step, faster training.
     activation_checkpointing: bool = False  # Recompute activations in the backward pass: less memory, more time.
     shard: bool = False  # With several processes: divide weights, gradients and moments among them (FSDP2).

@@ -34,14 +34,9 @@ def split_batch(batch: Batch, size: int, device: torch.device) -> list[tuple[tor
 
 
 def train_step(
-    model: nn.Module,
-    micro_batches: list[tuple[torch.Tensor, ...]],
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler,
-    clip: float,
-    processes: Processes,
-    device: torch.device,
-) -> tuple[float, float]:
+    model: nn.Module, micro_batches: list[tuple[torch.Tensor, ...]], optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler, clip: float, processes: Processes, device: torch.device,
+) -> tuple[float, float]:  # fmt: skip
     """Take one optimizer step; returns the loss in nats per token and the gradient's norm before clipping.
 
     micro_batches: this process's inputs, targets and, if need be, documents, each int64 (b, T), on the host or the
@@ -52,27 +47,27 @@ def train_step(
     predicted = sum(int((targets != IGNORED).sum()) for _, targets, *_ in micro_batches)
     predicted = max(1, processes.sum(predicted)[0])
     # One weight for all tokens. DistributedDataParallel averages gradients over the processes, we want their sum.
-    weight = torch.full((), processes.count / predicted, device=device)
+    token_weight = torch.full((), processes.count / predicted, device=device)
 
     total = torch.zeros((), device=device)
     for i, micro_batch in enumerate(micro_batches):
         tensors = [tensor.to(device, non_blocking=device.type == "cuda") for tensor in micro_batch]
-        last = i == len(micro_batches) - 1  # without --shard, only its backward pass exchanges gradients
-        with contextlib.nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync():
-            loss = model(*tensors, token_weights=weight)
+        is_last = i == len(micro_batches) - 1  # without --shard, only its backward pass exchanges gradients
+        with contextlib.nullcontext() if is_last or not hasattr(model, "no_sync") else model.no_sync():
+            loss = model(*tensors, token_weights=token_weight)
             scaler.scale(loss).backward()
         total += loss.detach()
     loss = processes.sum(total.item())[0] / processes.count
 
     scaler.unscale_(optimizer)
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in trained])
-    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    finite = math.isfinite(norm.item())
+    gradient_norm = nn.utils.get_total_norm([parameter.grad for parameter in trained])
+    gradient_norm = gradient_norm.full_tensor() if hasattr(gradient_norm, "full_tensor") else gradient_norm
+    finite = math.isfinite(gradient_norm.item())
     if not math.isfinite(loss) or not (finite or scaler.is_enabled()):
-        raise Diverged(f"the loss is {loss:g} and the norm of the gradient {norm.item():g}")
-    nn.utils.clip_grads_with_norm_(trained, clip, norm)
+        raise Diverged(f"the loss is {loss:g} and the norm of the gradient {gradient_norm.item():g}")
+    nn.utils.clip_grads_with_norm_(trained, clip, gradient_norm)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    return loss, norm.item() if finite else math.inf
+    return loss, gradient_norm.item() if finite else math.inf

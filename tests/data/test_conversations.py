@@ -167,7 +167,7 @@ def test_rows_of_all_formats_are_packed_whole_and_once_and_a_damaged_cache_is_re
     assert np.array_equal(again.train, corpus.train) and not capsys.readouterr().err
     (damaged,) = (tmp_path / "conversations").glob("*.npz")
     os.truncate(damaged, damaged.stat().st_size - 200)
-    with pytest.raises(UserError, match=r"cannot be read .*; delete .*conversations, which is made anew"):
+    with pytest.raises(UserError, match=r"cannot be read .*; delete .*conversations, which is made again"):
         prepared(tmp_path / "rows", tokenizer_file, tmp_path, **changes)
 
 
@@ -216,6 +216,12 @@ def test_what_is_unusual_is_one_line_with_a_count_and_the_first_place(tokenizer_
     texts = packed(corpus.train, corpus.tokenizer) + packed(corpus.validation, corpus.tokenizer)
     assert re.match("9 conversations, .*\n.* for validation 1 conversation, .* in 1 row$", corpus.description)
     assert len(texts) == 10 and ("<s><|user|>q<|end|><|assistant|>short<|end|>", "short") in texts
+
+
+def test_an_error_that_is_not_of_the_row_is_not_counted_as_one(tokenizer_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(ChatFormat, "encode_learned", lambda self, messages: len(None))
+    with pytest.raises(TypeError):
+        prepared(write_jsonl(tmp_path, [said("q", "a")]), tokenizer_file, tmp_path)
 
 
 def test_a_template_that_does_not_teach_the_end_of_an_answer_is_named(tokenizer_file, ours, tmp_path, capsys):

@@ -75,7 +75,7 @@ def test_all_batches_keep_duplicates_and_blocks_get_the_ids_of_the_undivided_tex
     for file, content in {"a.txt": text, "b.txt": " short", "c.txt": " short", "blank.jsonl": "\n\n"}.items():
         (tmp_path / file).write_bytes(content.encode("utf-8"))
     monkeypatch.setattr(readers, "BLOCK", 200)
-    monkeypatch.setattr(tokens, "BATCH", 1000)
+    monkeypatch.setattr(tokens, "GROUP", 1000)
     arguments = dict(tokenizer=tokenizer.folder, vocab_size=tokenizer.vocab_size, cache=str(tmp_path))
     corpus = prepared(tmp_path, data=(str(tmp_path / "*.txt"),), **arguments)
     begin, end = [] if tokenizer.bos_id is None else [tokenizer.bos_id], [tokenizer.eos_id]
@@ -145,7 +145,7 @@ def test_a_file_of_the_cache_with_another_size_is_refused(tmp_path, pattern, cha
     prepared(tmp_path)
     (damaged,) = (tmp_path / "cache" / "units").glob(f"*.{pattern}")
     os.truncate(damaged, damaged.stat().st_size + change)
-    with pytest.raises(UserError, match=r"is damaged: .*; delete .*units, which is made anew"):
+    with pytest.raises(UserError, match=r"is damaged: .*; delete .*units; it is made again"):
         prepared(tmp_path)
 
 
@@ -180,7 +180,7 @@ MEASURED = """
 import sys
 from data import corpus, tokens
 from data.settings import DataSettings
-tokens.BATCH = 200_000
+tokens.GROUP = 200_000
 settings = DataSettings(data=(sys.argv[1],), cache=sys.argv[2], validation_fraction=float(sys.argv[4]))
 corpus.prepare(settings, sys.argv[3])
 print(next(line for line in open('/proc/self/status') if line.startswith('VmHWM')).split()[1])

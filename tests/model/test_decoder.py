@@ -3,6 +3,8 @@
 Tolerances between two float32 orders of the same sums, through three layers: 2e-6, as against transformers.
 """
 
+import dataclasses
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -290,3 +292,18 @@ def test_a_head_can_begin_by_attending_to_the_token_before(make_decoder, monkeyp
     before = probabilities[0].diagonal(-1, -2, -1)[0]  # (H, T - 1)
     assert (probabilities[0][0, 0].argmax(-1)[1:] == torch.arange(19)).all() and before[0].mean() > 0.8
     assert before[1:].mean() < 0.5
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_the_score_of_the_token_before_is_larger_by_what_the_docstring_says(make_decoder, monkeypatch, qk_norm):
+    decoder = make_decoder(attention_bias=True, head_dim=64, qk_norm=qk_norm)
+    decoder = Decoder(dataclasses.replace(decoder.config, initializer_range=1e-6), seed=1)
+    attend_to_previous_token(decoder)
+    scores = []
+    attention = lambda q, k, v, mask: scores.append((q @ k[:, :1].mT / 8)[0, 0]) or torch.zeros_like(q)  # noqa: E731
+    monkeypatch.setattr(kernels, "attention", attention)
+    decoder(torch.arange(20)[None])
+    itself, before, two_before = (scores[0].diagonal(-n) for n in range(3))
+    expected = torch.full_like(before, 1.396 if qk_norm else 4)
+    torch.testing.assert_close(before - itself[1:], expected, rtol=1e-3, atol=0)
+    torch.testing.assert_close(before[1:] - two_before, expected[1:], rtol=1e-3, atol=0)

@@ -10,6 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from checkpoints.pretrained import save_pretrained, unpacked_tensors
+from model.config import GATED, PLAIN
+from model.count import adapter_parameters
 from model.lora import add_lora
 
 LOGITS = 2e-6
@@ -48,11 +50,15 @@ def test_logits_and_gradients_equal_those_of_peft_on_the_same_base(make_lora, to
         assert relative(ours[name], expected) <= 3 * relative(single[name], expected) + LOGITS, name
 
 
-@pytest.mark.parametrize("changes", [{"attention_bias": True, "attention_output_bias": True}, {"mlp": "relu"}])
+OUTPUT_BIAS = {"attention_bias": True, "attention_output_bias": True}
+
+
+@pytest.mark.parametrize("changes", [OUTPUT_BIAS, *({"mlp": mlp} for mlp in (*GATED, *PLAIN))])
 def test_a_new_adapter_changes_nothing_and_is_a_function_of_the_seed(make_decoder, tokens, relative, changes):
     fields = {"r": 4, "lora_alpha": 5, "base_model_name_or_path": ""}
     plain, first, other = make_decoder(**changes), *(add_lora(make_decoder(**changes), fields, seed=s) for s in (1, 2))
     assert relative(first(tokens), plain(tokens)) <= LOGITS
+    assert sum(parameter.numel() for parameter in learning(first).values()) == adapter_parameters(first.config, rank=4)
     for name, parameter in learning(first).items():
         if ".lora_A." in name:
             bound = 1 / math.sqrt(parameter.shape[1])
