@@ -53,7 +53,7 @@ class Command:
     """Values of a setting to compare, the first as baseline; several times: a grid"""
     a: Annotated[str | None, optional('"S=V ..."')] = None
     """Settings of the baseline, such as "norm=layer steps=600"; "" is the config as it is"""
-    b: Annotated[str | None, optional('"S=V ..."')] = None  # Settings of what is compared with it
+    b: Annotated[str | None, optional('"S=V ..."')] = None  # Settings of what is compared with it; without those of --a
     campaign: Annotated[Path | None, optional("FOLDER")] = None
     """judge: the folder of many ideas. It gives the level, new seeds and, without --a, the baseline that --b changes"""
     fdr: Annotated[float | None, optional("SHARE")] = None
@@ -116,7 +116,7 @@ def starting_plan(command: Command, judging: bool) -> Plan:
         b = " ".join(f"{name}={value}" for name, value in (assignments(a) | assignments(b)).items())
     arms = {text or "default": assignments(text) for text in (a, b) if text is not None}
     if len(arms) == 1:
-        raise UserError("--a and --b need each other, and differ: settings of the baseline, and of the other arm.")
+        raise UserError('--a and --b need each other, and differ; --a "" is the config as it is.')
     vary = {name: value.split(",") for name, value in assignments(" ".join(command.varied)).items()}
     if not arms and not vary and (command.plan_file or not judging):
         return load_plan(find_plan(command.plan_file or "norms"))
@@ -150,7 +150,7 @@ def main() -> int:
     from ablation.stats import SIGNIFICANCE
 
     if action == "report":
-        if command.plan_file is None:
+        if command.plan_file is None or command.out:
             raise UserError("report needs the folder of a comparison, such as runs/ablation-norms.")
         folder = find_plan(command.plan_file).parent
         print(printable(f"written: {report.write(study.load(folder), folder)}"))

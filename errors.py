@@ -29,7 +29,7 @@ def printable(text: str) -> str:
 def fit_terminal(text: str, stream: TextIO) -> str:
     """The text, for a terminal with long lines broken between words.
 
-    A command, a JSON object and a line with colours, which was made for a terminal's width, stay as they are.
+    A command, a JSON object, a model's text (after |) and a line with colours, which fits already, stay as they are.
     """
     if not stream.isatty():
         return text
@@ -39,7 +39,8 @@ def fit_terminal(text: str, stream: TextIO) -> str:
     options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
     columns, lines = shutil.get_terminal_size().columns, text.split("\n")
     for i, line in enumerate(lines):
-        if len(line) > columns and "python " not in line and "\x1b" not in line and not line.startswith("{"):
+        as_it_is = line.startswith(("{", "  |")) or "python " in line or "\x1b" in line
+        if len(line) > columns and not as_it_is:
             lines[i] = textwrap.fill(line, columns, **options)
     return "\n".join(lines)
 

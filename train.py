@@ -22,7 +22,7 @@ DESCRIPTION = """Train a small LLaMA-style transformer on text, on a GPU or a CP
   --config NAME        tiny, small, 124m, 1b or finetune of configs/, or a file
   --steps N            optimizer steps, each of --batch-size sequences
   --learning-rate X    its peak, also --lr X
-  --out FOLDER         folder of the run; by default a new runs/CONFIG-NORM
+  --out FOLDER         of the run; by default runs/CONFIG-NORM or runs/TEXT-NORM
   --resume RUN         resume this run exactly where it stopped
   --init-from RUN      start from the weights of a run or a model of the Hub
   --lora RANK          train only an adapter to --init-from, as PEFT saves it

@@ -7,6 +7,7 @@ may follow from any verdicts, as long as this probability holds given all that h
 """
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,7 +19,7 @@ import pandas as pd
 from ablation.judge import verdict
 from ablation.records import append, read_lines
 from ablation.report import in_words, table
-from ablation.stats import SIGNIFICANCE
+from ablation.stats import SIGNIFICANCE, six_digits
 from errors import UserError, reading
 from files import replace_text
 
@@ -94,8 +95,10 @@ def load_campaign(folder: Path, fdr: float | None = None, adopt: bool = False) -
     """The campaign of a folder, which need not exist. fdr: 0.1 by default, and fixed by the first line."""
     ledger = read_lines(folder / "campaign.jsonl", Judged)
     fixed = ledger[0].fdr if ledger else fdr or 0.1
-    if fdr not in (None, fixed) or not 0 < fixed < 1:
-        raise UserError(f"--fdr {fdr:g} must be above 0 and below 1, and that of the folder's first idea.")
+    if not 0 < fixed < 1:
+        raise UserError(f"--fdr {fixed:g} must be above 0 and below 1.")
+    if fdr not in (None, fixed):
+        raise UserError(f"--fdr {fdr:g}: {folder} began with {fixed:g}, which holds for all its ideas.")
     return Campaign(folder, fixed, adopt, ledger)
 
 
@@ -103,7 +106,11 @@ def read_pairs(path: Path) -> dict[str, pd.Series]:
     """By idea the loss of b minus that of a, by seed, from a table of losses: CSV, or (.jsonl) lines of JSON."""
     columns = ["idea", "seed", "arm", "loss"]
     with reading(path, f"it needs rows with the columns {', '.join(columns)}"):
-        rows = (pd.DataFrame(read_lines(path)) if path.suffix == ".jsonl" else pd.read_csv(path))[columns]
+        rows = pd.DataFrame(read_lines(path)) if path.suffix == ".jsonl" else pd.read_csv(path)
+    absent = [name for name in columns if name not in rows]
+    if absent:
+        raise UserError(f"{path} has no column {', '.join(absent)}; it needs {', '.join(columns)}.")
+    rows = rows[columns]
     rows["seed"], rows["loss"] = (pd.to_numeric(rows[name], errors="coerce") for name in ("seed", "loss"))
     problems = {
         "it has no idea, or an arm other than a and b": rows.idea.isna() | ~rows.arm.isin(["a", "b"]),
@@ -121,15 +128,21 @@ def read_pairs(path: Path) -> dict[str, pd.Series]:
 
 def judge_pairs(path: Path, campaign: Campaign | None) -> None:
     """Print verdicts on a table of losses as JSON: one test of all pairs of an idea; without those in the ledger."""
-    for idea, pairs in read_pairs(path).items():
+    ideas, ledger = read_pairs(path), campaign.ledger if campaign else []
+    judged = {(line.idea, seed) for line in ledger for seed in line.seeds}
+    used = {seed: line.idea for line in ledger for seed in line.seeds}
+    for idea, pairs in ideas.items():
+        for seed in pairs.index if campaign else ():
+            if used.setdefault(int(seed), idea) != idea:
+                raise UserError(f"{path}: {idea} and {used[seed]} share seed {seed:.0f}; each idea needs its own.")
+    for idea, pairs in ideas.items():
         seeds = sorted(map(int, pairs.index))
-        earlier = [line for line in campaign.ledger if {*line.seeds} & {*seeds}] if campaign else []
-        if any((line.idea, line.seeds) == (idea, seeds) for line in earlier):
+        if (idea, seeds[0]) in judged:
+            print(f"{idea} has a verdict: {campaign.folder / 'report.md'}", file=sys.stderr)
             continue
-        if earlier:
-            raise UserError(f"{path}: {idea} needs new seeds; {earlier[0].idea} has used some of {seeds}.")
         level = campaign.level if campaign else SIGNIFICANCE
-        result = verdict(pairs.to_numpy(), 1, [len(seeds)], level) | {"level": level, "steps": None, "b": idea}
+        result = verdict(pairs.to_numpy(), 1, [len(seeds)], level)
+        result |= {"level": six_digits(level), "steps": None, "b": idea}
         if campaign:
             campaign.add(campaign.baseline, idea, seeds, result)
         print(json.dumps(result), flush=True)

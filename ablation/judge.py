@@ -68,6 +68,6 @@ def summary(study: Study, look: int, looks: list[int], level: float) -> dict:
     elif len(differences) == looks[look - 1]:
         result |= verdict(differences, look, looks, level)
         result["steps"] = study.in_steps(base, result["difference"], result["interval"])
-    result |= {"level": level, "a": base, "b": arm, "pairs": len(differences), "unit": study.unit}
+    result |= {"level": six_digits(level), "a": base, "b": arm, "pairs": len(differences), "unit": study.unit}
     hours = (study.rows.seconds / study.rows.workers).sum() / 3600
     return result | {"learning_rates": study.schedule.chosen_learning_rates, "hours": six_digits(hours)}

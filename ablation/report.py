@@ -134,10 +134,10 @@ def write(study: Study, folder: Path) -> Path:
     rows, effects = pd.DataFrame(row for _, row in rows), [c.effect for c in study.comparisons]
     ends = {"low": [effect.interval[0] for effect in effects], "high": [effect.interval[1] for effect in effects]}
     numbers = rows.assign(mean=[effect.estimate for effect in effects], **ends)
-    replace_text(folder / "differences.csv", numbers.to_csv(index=False))
-    replace_text(
-        folder / "differences.tex", rows.to_latex(index=False, escape=True, na_rep=MISSING, float_format="%.3g")
-    )
+    if len(rows):
+        latex = rows.to_latex(index=False, escape=True, na_rep=MISSING, float_format="%.3g")
+        replace_text(folder / "differences.csv", numbers.to_csv(index=False))
+        replace_text(folder / "differences.tex", latex)
     text = markdown_text(study, folder, () if folder.resolve().parent == STUDIES else pictures)
     replace_text(folder / "report.md", text)
     return folder / "report.md"

@@ -114,6 +114,8 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
         f"vocabulary {tokenizer.vocab_size:,}\n"
         f"  {len(validation):,} for validation ({origin}, {validation_bytes / 1e6:.2f} MB)"
     )
+    if size > 10 * (len(train) + len(validation)):
+        description += "\n  note: tokens are whole phrases; so small a text needs a smaller --vocab-size, such as 1024"
     starts = np.flatnonzero(validation == tokenizer.document_start)[:3].tolist() or [0]
     return Corpus(
         description=description,

@@ -35,6 +35,9 @@ class Norm(nn.Module):
         if self.kind == "batch":  # saved with the weights, updated in training, not learned by gradients
             self.register_buffer("running_mean", torch.zeros(config.hidden_size))
             self.register_buffer("running_var", torch.ones(config.hidden_size))
+        if self.kind not in FUSED:  # a row of `NORMS` without a branch below is an error before a run begins
+            self.eval().normalize(torch.zeros(1, config.hidden_size))
+            self.train()
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return norm(x + residual) in x's dtype and the sum x + residual, the new residual stream; all (B, T, D)."""

@@ -131,6 +131,7 @@ def test_a_mistake_is_one_line(folder, command, line, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal
     with pytest.raises(SystemExit) as end, exit_on_user_error():
         PROGRAMS[program]()
     *notes, said = capsys.readouterr().err.splitlines()

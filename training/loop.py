@@ -90,7 +90,7 @@ def open_run(session: Session, run_dir: Path) -> None:
     metrics.keep_until(run_dir, session.state.step)
     save_settings(session.settings, run_dir / "settings.toml")  # once nothing else can refuse to start
     print(f"run: {run_dir} (metrics.jsonl, settings.toml); Ctrl-C stops and saves", flush=True)
-    if session.settings.optimizer.warmup_steps >= session.steps and session.state.step == 0:
+    if session.settings.optimizer.warmup_steps >= session.steps >= 10 and session.state.step == 0:
         print(f"note: the learning rate rises until the last step; better is --warmup-steps {session.steps // 10}")
 
 

@@ -89,5 +89,6 @@ def report_end(session: Session) -> None:
     speed = f"{state.tokens / state.seconds:,.0f} tokens/s"
     print(f"{state.step:,} steps, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed}")
     print(f"best/ has the weights with the lowest validation loss, {state.best_validation_loss:.4f} nats per token")
-    first_words = shlex.quote(printable(" ".join(prompts[0].split()[:5])))
-    print(f"next: python generate.py {run_dir} {'--chat' if corpus.chat else first_words}")
+    first_words = printable(" ".join(prompts[0].split()[:5]))
+    prompt = shlex.quote(first_words) if first_words else ""
+    print(f"next: python generate.py {run_dir} {'--chat' if corpus.chat else prompt}".rstrip())

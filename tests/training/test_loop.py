@@ -112,7 +112,7 @@ def test_a_loss_that_rises_twice_is_a_note_and_best_is_the_lowest(flags, tmp_pat
     states = [json.loads((run / name / "state.json").read_text()) for name in ("best", "last")]
     assert [(state["step"], state["best_validation_loss"]) for state in states] == [(4, 1.5), (10, 1.5)]
     assert "the learning rate rises until the last step" not in out
-    train_run(tmp_path / "short", *flags, "--steps", "5")
+    train_run(tmp_path / "short", *flags, "--steps", "10", "--warmup-steps", "10")
     assert "note: the learning rate rises until the last step" in capsys.readouterr().out
 
 
