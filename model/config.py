@@ -25,7 +25,6 @@ class NormParameter:
 # To add a norm: a row here with its learned parameters, and a branch in `Norm.normalize` (model/norm.py). All else
 # follows from the row, from initialization to files. For the bias it is only the default: `norm_bias` adds or drops it.
 WEIGHT, BIAS = NormParameter("weight", initial=1.0), NormParameter("bias", initial=0.0)
-ALPHA, SHIFT = NormParameter("alpha", 0.5, per_channel=False), NormParameter("shift", 0.0, per_channel=False)
 NORMS: dict[str, tuple[NormParameter, ...]] = {
     "rms": (WEIGHT,),
     "layer": (WEIGHT, BIAS),
@@ -36,8 +35,13 @@ NORMS: dict[str, tuple[NormParameter, ...]] = {
     "l2": (WEIGHT,),
     "group": (WEIGHT, BIAS),
     "batch": (WEIGHT, BIAS),
-    "dyt": (ALPHA, WEIGHT, BIAS),
-    "derf": (ALPHA, SHIFT, WEIGHT, BIAS),
+    "dyt": (NormParameter("alpha", initial=0.5, per_channel=False), WEIGHT, BIAS),
+    "derf": (
+        NormParameter("alpha", initial=0.5, per_channel=False),
+        NormParameter("shift", initial=0.0, per_channel=False),
+        WEIGHT,
+        BIAS,
+    ),
     "none": (),
 }
 NORM_GROUPS = 8  # slices of the channels for the norm `group`
