@@ -3,12 +3,20 @@
 Prints a table for each comparison. Exit status 1: a program did not run. The kernels: `python -m benchmarks.kernels`.
 """
 
-import argparse
 import sys
+
+if __name__ == "__main__":  # so that Ctrl-C in the slow imports below is one line: see generate.py
+    from errors import exit_on_user_error
+
+    with exit_on_user_error():
+        from benchmarks.__main__ import main
+
+        sys.exit(main())
+
+import argparse
 from pathlib import Path
 
 from benchmarks import decoding, timing, training
-from errors import exit_on_user_error
 
 TURNS = 5
 
@@ -31,8 +39,3 @@ def main() -> int:
         variants = [training.TRANSFORMERS, ours]
         tables.append(training.compare(config, changes | {"dtype": dtype}, ["rms"], variants, TURNS))
     return timing.finish(tables, memory_bytes_per_second=memory)
-
-
-if __name__ == "__main__":
-    with exit_on_user_error():
-        sys.exit(main())

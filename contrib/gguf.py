@@ -16,11 +16,10 @@ if __name__ == "__main__":  # installs the error handler, then imports itself: i
     from errors import exit_on_user_error
 
     with exit_on_user_error():
-        from tyro import cli
-
         from contrib.gguf import main
+        from flags import call_with_flags
 
-        sys.exit(cli(main, prog="python -m contrib.gguf"))
+        sys.exit(call_with_flags(main, prog="python -m contrib.gguf"))
 
 import gguf
 import numpy as np

@@ -28,6 +28,7 @@ from contrib.programs import ask, llama_cpp, model_answers, text_answers, transf
 from data.chat import BREAK, ChatFormat
 from data.tokenizer import Tokenizer
 from errors import UserError, exit_on_user_error, printable
+from flags import call_with_flags
 from generation.load import merge, open_model, tokenizer_directory
 from generation.settings import Sampling, recommended_sampling
 
@@ -210,4 +211,4 @@ if __name__ == "__main__":
     os.environ["HF_HUB_OFFLINE"] = "1"  # a model of the Hub must be in its cache
     os.environ["TQDM_DISABLE"] = "1"  # bars of other programs
     with exit_on_user_error():
-        sys.exit(tyro.cli(main, prog="python -m contrib.same"))
+        sys.exit(call_with_flags(main, prog="python -m contrib.same"))

@@ -22,6 +22,7 @@ from ablation.run import measure
 from ablation.settings import replace_settings
 from errors import exit_on_user_error, printable
 from files import locked
+from flags import call_with_flags
 from model.decoder import center_residual_writers
 from training.checkpoint import load_moments
 from training.loop import save, train_steps
@@ -77,4 +78,4 @@ def main(folder: tyro.conf.Positional[Path], device: str = "auto") -> None:
 
 if __name__ == "__main__":
     with exit_on_user_error():
-        tyro.cli(main, prog="python -m studies.convert")
+        call_with_flags(main, prog="python -m studies.convert")

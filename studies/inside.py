@@ -17,6 +17,7 @@ from checkpoints.find import find_checkpoint
 from checkpoints.pretrained import load_pretrained
 from data.tokenizer import load_tokenizer
 from errors import UserError, exit_on_user_error, printable
+from flags import call_with_flags
 from model.inspect import Inspection, inspect
 
 LEGENDS = {
@@ -81,4 +82,4 @@ def main(
 
 if __name__ == "__main__":
     with exit_on_user_error():
-        tyro.cli(main, prog="python -m studies.inside")
+        call_with_flags(main, prog="python -m studies.inside")
