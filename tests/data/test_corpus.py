@@ -223,7 +223,11 @@ def test_a_text_of_one_document_is_validated_on_its_end(tmp_path):
 def test_a_text_too_small_for_the_vocabulary_gets_a_smaller_one_and_one_without_text_is_refused(tmp_path):
     (tmp_path / "two.txt").write_text("too little to learn four thousand pieces from\n" * 9, encoding="utf-8")
     corpus = prepare(DataSettings(data=(str(tmp_path / "two.txt"),), cache=str(tmp_path)))
-    assert 263 < corpus.tokenizer.vocab_size < 400
+    assert 263 < corpus.tokenizer.vocab_size < 400 and "note:" not in corpus.description
+    phrases = random.Random(1).choices(["在城南的竹林深处听雨，", "念一封没有寄出的信，", "把旧书店的灯点亮，"], k=2000)
+    (tmp_path / "phrases.txt").write_text("".join(phrases), encoding="utf-8")
+    corpus = prepare(DataSettings(data=(str(tmp_path / "phrases.txt"),), cache=str(tmp_path)), vocab_size=1000)
+    assert "note: tokens are whole phrases" in corpus.description
     (tmp_path / "empty.txt").touch()
     with pytest.raises(UserError, match="there is no text in the files"):
         prepare(DataSettings(data=(str(tmp_path / "empty.txt"),), cache=str(tmp_path)))
