@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import multiprocessing
+import multiprocessing.resource_tracker
 import os
 import signal
 import sys
@@ -156,11 +157,15 @@ def prepare_process() -> None:
 
 
 def start_process(experiment: Experiment, run: Run, torch_device: str) -> Future:
-    """Begin a run in a fresh process. It ignores Ctrl-C, as this process ends it."""
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Begin a run in a fresh process, to which no Ctrl-C comes, as this one ends it; one that comes meanwhile waits."""
+    multiprocessing.resource_tracker.ensure_running()  # before, as its start lets Ctrl-C through again
+    can_block = hasattr(signal, "pthread_sigmask")  # not on Windows
+    if can_block:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a process inherits it
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=prepare_process)
     future = pool.submit(train_run, experiment.plan, run, torch_device, experiment.threads, len(experiment.workers))
-    signal.signal(signal.SIGINT, handler)
+    if can_block:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     pool.shutdown(wait=False)
     return future
 
