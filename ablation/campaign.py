@@ -1,9 +1,10 @@
 """Many ideas judged one after another: a folder whose campaign.jsonl has a line for each verdict.
 
-Of the ideas that are kept, a share of `fdr` at most does nothing, in expectation. Idea t is kept wrongly with a
-probability of at most fdr * 10 / ((t + 9) (t + 10)) * (1 + keeps before it); the middle factor adds up to 1 over all t
-(LOND: Javanmard and Montanari 2015, On Online Control of False Discovery Rate, arXiv 1502.06197). Any number of ideas
-may follow from any verdicts, as long as this probability holds given all that happened before: so each has new seeds.
+Of the ideas that are kept, a share of `fdr` at most does nothing, in expectation and as far as the p-values hold, which
+a t-test gives for differences that are about normal. Idea t is kept wrongly with a probability of at most fdr * 10 /
+((t + 9) (t + 10)) * (1 + keeps before it); the middle factor adds up to 1 over all t (LOND: Javanmard and Montanari
+2015, On Online Control of False Discovery Rate, arXiv 1502.06197). Any number of ideas may follow from any verdicts, as
+long as this probability holds given all that happened before: so each has new seeds.
 """
 
 import json
@@ -86,7 +87,8 @@ class Campaign:
         columns = ("idea", "baseline", "verdict", "difference", "interval", "looks", "p", "level")
         rows = [{x: getattr(line, x) for x in columns} | {"worth": in_words(line.steps)} for line in self.ledger]
         keeps = "; ".join(line.idea for line in self.ledger if line.verdict == "keep")
-        text = f"Kept: {keeps or 'nothing'}. On average at most {self.fdr:.0%} of what is kept does nothing. "
+        text = f"Kept: {keeps or 'nothing'}. On average at most {self.fdr:.0%} of what is kept does nothing, if "
+        text += "differences are about normal (docs/compare.md has what happens otherwise). "
         text += f"The level of the next idea, against {self.baseline}, is {self.level:.3g}."
         replace_text(self.folder / "report.md", f"# {self.folder.name}\n\n{text}\n\n{table(rows)}\n")
 

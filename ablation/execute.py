@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -158,16 +158,25 @@ def prepare_process() -> None:
 
 def start_process(experiment: Experiment, run: Run, torch_device: str) -> Future:
     """Begin a run in a fresh process, to which no Ctrl-C comes, as this one ends it; one that comes meanwhile waits."""
-    multiprocessing.resource_tracker.ensure_running()  # before, as its start lets Ctrl-C through again
-    can_block = hasattr(signal, "pthread_sigmask")  # not on Windows
-    if can_block:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a process inherits it
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=prepare_process)
-    future = pool.submit(train_run, experiment.plan, run, torch_device, experiment.threads, len(experiment.workers))
-    if can_block:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    with interrupts_blocked():  # the process inherits that
+        future = pool.submit(train_run, experiment.plan, run, torch_device, experiment.threads, len(experiment.workers))
     pool.shutdown(wait=False)
     return future
+
+
+@contextlib.contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Let a Ctrl-C wait until this block has ended. On Windows, which cannot, it does not wait."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    multiprocessing.resource_tracker.ensure_running()  # before, as its start lets Ctrl-C through again
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def judge(experiment: Experiment, level: float, start: Callable[[Run, str], Future] | None = None) -> dict:
