@@ -10,6 +10,7 @@ import torch
 import kernels
 from data.conversations import find_conversations
 from data.sources import HUB_TEXTS, resolve
+from data.tokens import counted
 from errors import note
 from model.count import adapter_parameters, flops_per_token, layer_matrices, num_parameters
 from model.device import device_name
@@ -30,7 +31,8 @@ def estimate(settings: Settings) -> float:
     tokens, flops = steps * data.batch_size * data.sequence_length, flops_per_token(model, data.sequence_length)
     adapter = "" if rank is None else f", all frozen; {adapter_parameters(model, rank):,} of an adapter learn"
     print(f"model     {num_parameters(model):,} parameters, {model.norm} norm{adapter}")
-    print(f"training  {tokens:,} tokens in {steps:,} steps of {data.batch_size} sequences of {data.sequence_length}")
+    batch = f"{data.batch_size} sequences of {data.sequence_length}"
+    print(f"training  {tokens:,} tokens in {counted(steps, 'step')} of {batch}")
     is_here = not any(name in HUB_TEXTS or name.startswith("hub:") for name in data.data)
     conversations = is_here and find_conversations(resolve(data)) is not None
     if is_here and not conversations:

@@ -76,8 +76,9 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
                 save(session)
             if stopped_by:
                 break
-    if processes.is_main:
-        report_end(session)
+        bar.close()
+        if processes.is_main:
+            report_end(session)
     finish_processes(processes)
     return 0 if session.state.step == session.steps else stopped_by
 

@@ -8,6 +8,7 @@ from tqdm import tqdm
 
 from checkpoints import pretrained
 from data.tokenizer import encode_prompt, tokens_after
+from data.tokens import counted
 from errors import printable
 from generation.generate import generate
 from generation.settings import SMALL_MODELS
@@ -87,7 +88,7 @@ def report_end(session: Session) -> None:
     else:
         print(f"xz -9e on the same text: {corpus.xz_bits_per_byte():.4f} bits per byte; text hash {corpus.text_hash}")
     speed = f"{state.tokens / state.seconds:,.0f} tokens/s"
-    print(f"{state.step:,} steps, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed}")
+    print(f"{counted(state.step, 'step')}, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed}")
     print(f"best/ has the weights with the lowest validation loss, {state.best_validation_loss:.4f} nats per token")
     first_words = printable(" ".join(prompts[0].split()[:5]))
     prompt = shlex.quote(first_words) if first_words else ""

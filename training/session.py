@@ -15,6 +15,7 @@ from checkpoints.families import load_config
 from data.batches import Batch
 from data.conversations import Conversations
 from data.corpus import Corpus, prepare
+from data.tokens import counted
 from errors import UserError, reading
 from model.decoder import Decoder, attend_to_previous_token, center_residual_writers
 from model.device import choose_device, choose_dtype, device_name, keep_freed_memory
@@ -88,7 +89,7 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool) -> Session:
     last = checkpoint.find_last(run_dir) if resume else None
     state = None if last is None else checkpoint.read_state(last)
     if state is not None and state.step >= settings.optimizer.steps:
-        raise UserError(f"{run_dir} has already done {state.step} steps; for more, raise --steps.")
+        raise UserError(f"{run_dir} has already done {counted(state.step, 'step')}; for more, raise --steps.")
     settings, corpus = open_text(settings, last, processes)
     if state is None:
         state = State(0, 0, 0.0, None, corpus.text_hash, fixed_settings(settings))
@@ -135,7 +136,7 @@ def open_text(settings: Settings, last: Path | None, processes: Processes) -> tu
     steps, data = settings.optimizer.steps, settings.data
     tokens = corpus.count_sequences(data) * data.sequence_length
     read = epochs(steps * data.batch_size * data.sequence_length, tokens)
-    print(f"text: {corpus.description}\n  {steps:,} steps: {read}")
+    print(f"text: {corpus.description}\n  {counted(steps, 'step')}: {read}")
     if last is None and settings.run.init_from is None and data.tokenizer is None:
         model = dataclasses.replace(settings.model, vocab_size=corpus.tokenizer.vocab_size)
         settings = dataclasses.replace(settings, model=model)
