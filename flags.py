@@ -56,9 +56,9 @@ def parse_flags(kind: Callable, **options: object) -> Any:
         if not end.code:
             raise
     # ╭─ TITLE ─────────╮
-    # │ REASON, in one or several lines │ up to │ ──────── │, then perhaps │ Perhaps you meant: │ --FLAG │
+    # │ REASON, in one or several lines │ its help, indented │ ──────── │, then perhaps │ Perhaps you meant: │ --FLAG │
     text = re.sub(r"\x1b\[[0-9;]*m", "", box.getvalue())  # without the colours of a terminal
-    lines = [line.strip("│╭╮╰╯ ") for line in text.splitlines()]
+    lines = [line.strip("│╭╮╰╯ ") for line in text.splitlines() if not line.startswith("│" + 9 * " ")]
     reason = " ".join(itertools.takewhile(lambda line: line.strip("─"), lines[1:])).rstrip(".")
     similar = re.search(r"Perhaps you meant:\W*(--[a-z0-9-]+)", text)
     raise UserError(f"{reason}; see --help.{f' Did you mean {similar[1]}?' if similar else ''}")

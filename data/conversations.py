@@ -32,6 +32,7 @@ from data.tokens import DOCUMENT, content_hash, counted, digest
 from errors import UserError, reading
 from files import replacing
 
+SHOWN_LINES = 20
 VERSION = 4  # version of the files; raised when the same conversations and tokenizer would give other rows
 
 
@@ -74,14 +75,14 @@ class Conversations:
         return row_batches(np.concatenate([self.train, self.validation], 1), batch_size)
 
     def show_row(self) -> str:
-        """The first row to train on, as text; `+` marks the lines that are learned."""
+        """The beginning of the first row to train on, as text; `+` marks the lines that are learned."""
         ids, learned, documents = self.train[:, 0]
         lines = []
         for (document, is_learned), places in itertools.groupby(range(len(ids)), lambda i: (documents[i], learned[i])):
             if document > 0:
                 text = self.tokenizer.decode(ids[list(places)], special=True)
                 lines += [("+ " if is_learned else "  ") + line for line in text.split("\n")]
-        return "\n".join(lines)
+        return "\n".join(lines[:SHOWN_LINES])
 
 
 def row_batches(rows: np.ndarray, batch_size: int) -> Iterator[Batch]:
@@ -167,8 +168,11 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int)
             continue
         for remark in remarks:
             places[remark].append(place)
-        if conversation.learned[1:].any():  # the first of equal conversations is kept
-            conversations.setdefault(content_hash(json.dumps(conversation.messages)), conversation)
+        content = content_hash(json.dumps(conversation.messages))
+        if content in conversations:
+            places["duplicates dropped"].append(place)
+        elif conversation.learned[1:].any():
+            conversations[content] = conversation
     for text, where in places.items():
         print(f"{text}: {len(where):,} (the first: {where[0]})", file=sys.stderr)
     return conversations

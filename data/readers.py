@@ -12,7 +12,8 @@ from errors import UserError, note, reading
 BLOCK = 1 << 17  # characters of a text file that are read at a time, and then up to the end of a line
 ROWS = 256  # rows of parquet that are decoded at a time
 MESSAGES = ("messages", "conversations")  # fields of a row that is a conversation
-ROW = "each row is an object; name the field of its text with --text-field (conversations need --init-from)"
+ROW = "a row is an object with a text (--text-field names its key) or, with --init-from, with messages or conversations"
+TO_UTF8 = "convert it to UTF-8, or leave it out (Chinese: iconv -f GBK -t UTF-8 OLD > NEW)"
 
 Document = Iterable[str]  # its text in blocks, to be read at most once
 
@@ -43,7 +44,7 @@ def read_documents(file: TextFile) -> Iterator[Document]:
 
 def read_blocks(path: Path) -> Iterator[str]:
     """A text file in blocks of complete lines, beyond which no id of our tokenizers reaches; longer lines are cut."""
-    with reading(path, "convert it to UTF-8, or leave it out"), open(path, encoding="utf-8-sig", newline="") as file:
+    with reading(path, TO_UTF8), open(path, encoding="utf-8-sig", newline="") as file:
         while block := file.read(BLOCK) + file.readline(BLOCK):
             yield block
 

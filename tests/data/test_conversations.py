@@ -206,6 +206,7 @@ def test_what_is_unusual_is_one_line_with_a_count_and_the_first_place(tokenizer_
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"messages": [\n')
     corpus = prepared(path, tokenizer_file, tmp_path)
     assert sorted(capsys.readouterr().err.splitlines()) == sorted([
+        f"duplicates dropped: 3 (the first: {path}, row 9)",
         f"conversations dropped, as no answer is left to learn: 2 (the first: {path}, row 10)",
         "rows skipped, as each must be one object with messages that the template supports: 7 (the first: "
         f"{path}, row 11: messages must be a list, and not an empty one.)",
