@@ -1,4 +1,4 @@
-"""Many ideas judged one after another: a folder whose campaign.jsonl has a line for each verdict.
+"""Many ideas judged one after another: a folder whose campaign.jsonl, the ledger, has a line for each verdict.
 
 Of the ideas that are kept, a share of `fdr` at most does nothing, in expectation and as far as the p-values hold, which
 a t-test gives for differences that are about normal. Idea t is kept wrongly with a probability of at most fdr * 10 /
@@ -17,12 +17,14 @@ import msgspec
 import numpy as np
 import pandas as pd
 
-from ablation.judge import verdict
+from ablation.judge import decide
 from ablation.records import append, read_lines
-from ablation.report import in_words, table
-from ablation.stats import SIGNIFICANCE, six_digits
+from ablation.report import in_words, save_table, table
+from ablation.stats import SIGNIFICANCE
 from errors import UserError, reading
 from files import replace_text
+
+LEDGER = "campaign.jsonl"
 
 
 def lond_level(fdr: float, number: int, keeps: int) -> float:
@@ -30,9 +32,7 @@ def lond_level(fdr: float, number: int, keeps: int) -> float:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A line of the ledger."""
-
+class LedgerLine:
     baseline: str  # settings of a, or "default"
     idea: str  # settings of b
     seeds: list[int]  # also those that an early verdict left unused
@@ -45,6 +45,7 @@ class Judged:
     steps: dict | None  # the difference as `Study.in_steps`
     fdr: float
     next_baseline: str
+    unit: str = ""  # of the difference; empty in older ledgers
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Campaign:
     folder: Path
     fdr: float
     adopt: bool  # whether an idea that is kept becomes the next baseline
-    ledger: list[Judged]
+    ledger: list[LedgerLine]
 
     @property
     def level(self) -> float:
@@ -79,23 +80,33 @@ class Campaign:
         return folder
 
     def add(self, baseline: str, idea: str, seeds: list[int], result: dict) -> None:
-        """Append a verdict to the ledger, and write report.md: the ideas in order, and the level of the next."""
+        """Append what judge said of an idea to the ledger, and write the report."""
         following = idea if self.adopt and result["verdict"] == "keep" else baseline
         own = {"baseline": baseline, "idea": idea, "seeds": seeds, "fdr": self.fdr, "next_baseline": following}
-        self.ledger.append(msgspec.convert(result | own, Judged))
-        append(self.folder / "campaign.jsonl", vars(self.ledger[-1]))
-        columns = ("idea", "baseline", "verdict", "difference", "interval", "looks", "p", "level")
-        rows = [{x: getattr(line, x) for x in columns} | {"worth": in_words(line.steps)} for line in self.ledger]
+        self.ledger.append(msgspec.convert(result | own, LedgerLine))
+        append(self.folder / LEDGER, vars(self.ledger[-1]))
+        self.write_report()
+
+    def write_report(self) -> Path:
+        """Write report.md, whose path is returned: the ideas in order, also as CSV and LaTeX; the level of the next."""
+        ideas = pd.DataFrame(self.ledger)
+        ideas = ideas.assign(low=ideas.interval.str[0], high=ideas.interval.str[1], worth=ideas.steps.map(in_words))
+        columns = ["idea", "baseline", "verdict", "unit", "difference", "low", "high", "worth", "looks", "p", "level"]
+        rows = ideas[columns].to_dict("records")
+        save_table(self.folder / "ideas", rows)
         keeps = "; ".join(line.idea for line in self.ledger if line.verdict == "keep")
         text = f"Kept: {keeps or 'nothing'}. On average at most {self.fdr:.0%} of what is kept does nothing, if "
         text += "differences are about normal (docs/compare.md has what happens otherwise). "
-        text += f"The level of the next idea, against {self.baseline}, is {self.level:.3g}."
-        replace_text(self.folder / "report.md", f"# {self.folder.name}\n\n{text}\n\n{table(rows)}\n")
+        text += f"The level of the next idea, against {self.baseline}, is {self.level:.3g}. "
+        text += "Difference, low, high: loss of the idea minus that of its baseline, and its interval at the level."
+        path = self.folder / "report.md"
+        replace_text(path, f"# {self.folder.name}\n\n{text}\n\n{table(rows)}\n")
+        return path
 
 
 def load_campaign(folder: Path, fdr: float | None = None, adopt: bool = False) -> Campaign:
     """The campaign of a folder, which need not exist. fdr: 0.1 by default, and fixed by the first line."""
-    ledger = read_lines(folder / "campaign.jsonl", Judged)
+    ledger = read_lines(folder / LEDGER, LedgerLine)
     fixed = ledger[0].fdr if ledger else fdr or 0.1
     if not 0 < fixed < 1:
         raise UserError(f"--fdr {fixed:g} must be above 0 and below 1.")
@@ -109,11 +120,9 @@ def read_pairs(path: Path) -> dict[str, pd.Series]:
     columns = ["idea", "seed", "arm", "loss"]
     with reading(path, f"it needs rows with the columns {', '.join(columns)}"):
         rows = pd.DataFrame(read_lines(path)) if path.suffix == ".jsonl" else pd.read_csv(path)
-    absent = [name for name in columns if name not in rows]
-    if absent:
-        raise UserError(f"{path} has no column {', '.join(absent)}; it needs {', '.join(columns)}.")
-    rows = rows[columns]
-    rows["seed"], rows["loss"] = (pd.to_numeric(rows[name], errors="coerce") for name in ("seed", "loss"))
+        rows = rows[columns]
+    for name in ("seed", "loss"):
+        rows[name] = pd.to_numeric(rows[name], errors="coerce")
     problems = {
         "it has no idea, or an arm other than a and b": rows.idea.isna() | ~rows.arm.isin(["a", "b"]),
         "the seed is not a whole number, or the loss not finite": (rows.seed % 1 != 0) | ~np.isfinite(rows.loss),
@@ -124,27 +133,28 @@ def read_pairs(path: Path) -> dict[str, pd.Series]:
     for problem, wrong in problems.items():
         if wrong.any():
             raise UserError(f"{path}, row {wrong.argmax() + 1}: {problem}.")
-    a, b = (rows[rows.arm == arm].set_index(["idea", "seed"]).loss for arm in "ab")
-    return {str(idea): pairs.droplevel(0) for idea, pairs in (b - a.reindex(b.index)).groupby(level=0, sort=False)}
+    losses = rows.pivot_table("loss", ["idea", "seed"], "arm", sort=False)
+    return {str(idea): (pairs.b - pairs.a).droplevel(0) for idea, pairs in losses.groupby(level=0, sort=False)}
 
 
 def judge_pairs(path: Path, campaign: Campaign | None) -> None:
     """Print verdicts on a table of losses as JSON: one test of all pairs of an idea; without those in the ledger."""
-    ideas, ledger = read_pairs(path), campaign.ledger if campaign else []
-    judged = {(line.idea, seed) for line in ledger for seed in line.seeds}
-    used = {seed: line.idea for line in ledger for seed in line.seeds}
-    for idea, pairs in ideas.items():
-        for seed in pairs.index if campaign else ():
-            if used.setdefault(int(seed), idea) != idea:
-                raise UserError(f"{path}: {idea} and {used[seed]} share seed {seed:.0f}; each idea needs its own.")
+    ideas = read_pairs(path)
+    ledger = campaign.ledger if campaign else []
+    idea_by_seed = {seed: line.idea for line in ledger for seed in line.seeds}
+    judged_seeds = {*idea_by_seed}
+    for idea, pairs in ideas.items() if campaign else ():
+        for seed in map(int, pairs.index):
+            other = idea_by_seed.setdefault(seed, idea)
+            if other != idea:
+                raise UserError(f"{path}: {idea} and {other} share seed {seed}; each idea needs its own.")
     for idea, pairs in ideas.items():
         seeds = sorted(map(int, pairs.index))
-        if (idea, seeds[0]) in judged:
+        if seeds[0] in judged_seeds:
             print(f"{idea} has a verdict: {campaign.folder / 'report.md'}", file=sys.stderr)
             continue
-        level = campaign.level if campaign else SIGNIFICANCE
-        result = verdict(pairs.to_numpy(), 1, [len(seeds)], level)
-        result |= {"level": six_digits(level), "steps": None, "b": idea}
+        result = decide(pairs.to_numpy(), 1, [len(seeds)], campaign.level if campaign else SIGNIFICANCE)
+        result |= {"steps": None, "b": idea, "unit": f"that of {path.name}"}
         if campaign:
             campaign.add(campaign.baseline, idea, seeds, result)
         print(json.dumps(result), flush=True)

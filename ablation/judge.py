@@ -1,7 +1,7 @@
 """Keep or discard a change: two arms, and pairs of runs until a group-sequential test can say which.
 
-After each fifth of the pairs the p-value of a t-test is compared with that of the boundary of O'Brien and Fleming
-(1979, Biometrics 35): |z| = C sqrt(5 / k) at the k-th of five looks, where C = 2.040 for a two-sided level of 5%
+At each look, after a fifth of the pairs more, the p-value of a t-test is compared with that of the boundary of O'Brien
+and Fleming (1979, Biometrics 35): |z| = C sqrt(5 / k) at look k of five, where C = 2.040 for a two-sided level of 5%
 (Jennison and Turnbull 2000, Group Sequential Methods, table 2.3 and section 4.4). docs/compare.md has the error rates.
 """
 
@@ -23,7 +23,8 @@ def crossing_probability(constant: float, looks: int) -> float:
     nodes, weights = np.polynomial.legendre.leggauss(100)
     sums, weights = limit * nodes, limit * weights
     step = np.exp(-((sums[:, None] - sums) ** 2) / 2) / math.sqrt(2 * math.pi) * weights
-    density, crossed = np.exp(-(sums**2) / 2) / math.sqrt(2 * math.pi), 2 * special.ndtr(-limit)
+    density = np.exp(-(sums**2) / 2) / math.sqrt(2 * math.pi)
+    crossed = 2 * special.ndtr(-limit)
     for _ in range(looks - 1):
         crossed += (weights * density) @ (special.ndtr(sums - limit) + special.ndtr(-sums - limit))
         density = step @ density
@@ -37,37 +38,38 @@ def boundary(level: float, looks: int) -> float:
 
 
 def pairs_of_looks(maximum: int) -> list[int]:
-    """Pairs that there are at each look; the last has the maximum."""
+    """The pairs at each look; at the last the maximum."""
     return [maximum * look // LOOKS for look in range(1, LOOKS + 1)]
 
 
-def verdict(differences: np.ndarray, look: int, looks: list[int], level: float) -> dict:
+def decide(differences: np.ndarray, look: int, looks: list[int], level: float) -> dict:
     """What the pairs of a look (from 1) say at a two-sided level; p: the smallest level at which they would decide."""
-    n, share, mean = len(differences), look / len(looks), differences.mean()
-    limit = boundary(level, len(looks)) / math.sqrt(share)
+    n = len(differences)
+    mean = differences.mean()
+    share = look / len(looks)
+    limit = boundary(level, len(looks)) / math.sqrt(share)  # of |z|
     reach = -special.stdtrit(n - 1, special.ndtr(-limit)) * standard_error(differences)
     z = -special.ndtri(max(mean_effect("", differences, "").p / 2, 1e-300))
-    word = "inconclusive" if abs(mean) <= reach else "keep" if mean < 0 else "discard"
-    decided = "not decided" if word == "inconclusive" else "decided"
     p = crossing_probability(z * math.sqrt(share), len(looks))
+    verdict = "inconclusive" if abs(mean) <= reach else "keep" if mean < 0 else "discard"
+    decided = "not decided" if verdict == "inconclusive" else "decided"
     p, mean, low, high = map(six_digits, (p, mean, mean - reach, mean + reach))
-    result = {"verdict": word, "reason": f"{decided} after {n} of at most {looks[-1]} pairs", "difference": mean}
-    return result | {"interval": [low, high], "p": p, "looks": looks[:look]}
+    result = {"verdict": verdict, "reason": f"{decided} after {n} of at most {looks[-1]} pairs", "difference": mean}
+    return result | {"interval": [low, high], "p": p, "looks": looks[:look], "level": six_digits(level)}
 
 
-def summary(study: Study, look: int, looks: list[int], level: float) -> dict:
-    """What is known at a look, for people and programs. `interval` is of this look, as in `verdict`."""
+def result_of_look(study: Study, look: int, looks: list[int], level: float) -> dict:
+    """What judge prints: `decide` on the final pairs, or why it cannot be asked."""
     base, arm = study.plan.all_arms
     differences = np.array(study.comparisons[0].differences if study.comparisons else [])
-    rows = [study.schedule.rows_of("final", name) for name in (base, arm)]
-    base_diverged, arm_diverged = ((rows_of_arm.status == "diverged").any() for rows_of_arm in rows)
+    diverged = [name for name in (base, arm) if (study.rows_of("final", name).status == "diverged").any()]
     result = {"verdict": "inconclusive", "reason": "runs did not complete, or the hours are used up"}
-    result |= {"difference": None, "interval": None, "p": 1.0, "looks": [], "steps": None}
-    if arm_diverged and not base_diverged:
+    result |= {"difference": None, "interval": None, "p": 1.0, "looks": [], "level": six_digits(level), "steps": None}
+    if diverged == [arm]:
         result |= {"verdict": "discard", "reason": f"{arm} diverged"}
     elif len(differences) == looks[look - 1]:
-        result |= verdict(differences, look, looks, level)
+        result |= decide(differences, look, looks, level)
         result["steps"] = study.in_steps(base, result["difference"], result["interval"])
-    result |= {"level": six_digits(level), "a": base, "b": arm, "pairs": len(differences), "unit": study.unit}
     hours = (study.rows.seconds / study.rows.workers).sum() / 3600
-    return result | {"learning_rates": study.schedule.chosen_learning_rates, "hours": six_digits(hours)}
+    result |= {"a": base, "b": arm, "pairs": len(differences), "unit": study.unit}
+    return result | {"learning_rates": study.chosen_learning_rates, "hours": six_digits(hours)}

@@ -1,26 +1,62 @@
-"""What a comparison compares, fixed before it runs. In a seed, all arms read the same batches. Imports no torch."""
+"""What is compared, fixed before the first run: arms, which are sets of settings of train.py, seeds and learning rates.
+All arms of a seed read the same batches. Imports no torch.
+"""
 
 import dataclasses
 import functools
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
 from msgspec import Meta
 from tyro.conf import Suppress, arg
 
-from ablation.settings import base_settings, label, read_value, replace_settings
 from errors import UserError
 from files import read_toml, replace_text
-from flags import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_fields, nearest, optional
-from training.settings import CONFIGS, Settings, read_table
+from flags import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_fields, convert, nearest, optional
+from training.settings import CONFIGS, Settings, config_path, load_settings, read_table
 
 STUDIES = CONFIGS.parent / "studies"
 MAX_SEEDS = 500  # final runs of an arm
 JUDGED_PAIRS = 20  # without --seeds, the most that `judge` trains
 EVALUATIONS = 12  # along a run
 SWEEP_FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # multiples of the config's learning rate that a sweep tries
+OF_A_RUN = ("seed", "out", "device", "evaluate_every")  # settings that no arm can have
+SETTINGS = [setting for table in dataclasses.fields(Settings) for setting in dataclasses.fields(table.type)]
+TYPES = {setting.name: setting.type for setting in SETTINGS if setting.name not in OF_A_RUN}  # names are unique
+
+
+def read_value(name: str, value: object) -> Any:
+    """The value of a setting of an arm, from a TOML file or as text."""
+    if name not in TYPES:
+        raise UserError(f"{name} is not a setting that arms can have.{nearest(name, TYPES)}")
+    if get_origin(TYPES[name]) is tuple and isinstance(value, str):
+        value = [value] if value else []
+    return convert(name, value, TYPES[name], strict=False)
+
+
+def label(name: str, value: object) -> str:
+    """A setting as a part of an arm's name: layer, attention_bias, no attention_bias, weight_decay=0.5."""
+    if isinstance(value, bool):
+        return name if value else f"no {name}"
+    if isinstance(value, tuple):
+        return f"{name}={' '.join(map(str, value))}" if value else f"no {name}"
+    return value if isinstance(value, str) else f"{name}={value}"
+
+
+@functools.cache
+def base_settings(config: str) -> Settings:
+    """The settings of a configuration, read once."""
+    return load_settings(config_path(config))
+
+
+def replace_settings(settings: Settings, changes: dict[str, Any]) -> Settings:
+    """The settings with those values changed."""
+    tables = {}
+    for name, table in vars(settings).items():
+        tables[name] = dataclasses.replace(table, **{key: changes[key] for key in vars(table) if key in changes})
+    return Settings(**tables)
 
 
 @dataclass(frozen=True)
@@ -32,12 +68,13 @@ class Arm:
 
 @dataclass(frozen=True)
 class Plan:
-    """`arms` has settings by arm, the baseline first. Every arm gets every combination of the values in `vary`, whose
-    first setting makes the arms where there are no others. Comments are the help of flags.
-    """
+    """The runs: what they share, how many there are, and at which learning rates."""  # as the help of flags
 
     name: Annotated[str, Suppress] = "norms"
-    arms: Annotated[dict[str, dict[str, Any]], Suppress] = field(default_factory=dict)
+    arms: Annotated[dict[str, dict[str, Any]], Suppress] = field(
+        default_factory=dict
+    )  # settings by arm, baseline first
+    # Every arm gets every combination of these values; without `arms`, the first setting makes them.
     vary: Annotated[dict[str, list[Any]], Suppress] = field(default_factory=dict)
     titles: Annotated[dict[str, str], Suppress] = field(default_factory=dict)  # in documents, by choice in `vary`
     config: str = "ablation"  # What the arms share: a TOML file, or a name in configs/

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 import kernels
-from ablation.plan import Plan, Run, run_settings
+from ablation.plan import Plan, Run, replace_settings, run_settings
 from ablation.records import Row
-from ablation.settings import replace_settings
 from ablation.stats import six_digits
 from data.batches import Batch
 from model.decoder import Decoder
