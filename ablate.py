@@ -95,6 +95,8 @@ def parse(arguments: list[str], judging: bool = False) -> Command:
         plan = dataclasses.replace(plan, seeds=plan.seeds or JUDGED_PAIRS, rerun_seeds=0)
     start = dataclasses.replace(Command(), plan=plan)
     command = parse_flags(Command, args=arguments, default=start, **options)
+    if judging and not (plan.arms or plan.vary or command.pairs):
+        raise UserError('judge needs --b "SETTING=VALUE" and, without --campaign, --a "...", or --pairs FILE.')
     others = [name for name in RUNS_DEPEND_ON if getattr(command.plan, name) != getattr(start.plan, name)]
     suffix = "".join(f"-{name}-{getattr(command.plan, name)}" for name in others)
     name = command.plan.name + re.sub(r"[^\w.]+", "-", suffix).rstrip("-")
@@ -117,9 +119,7 @@ def starting_plan(command: Command, judging: bool) -> Plan:
     if len(arms) == 1:
         raise UserError('--a and --b need each other, and differ; --a "" is the config as it is.')
     vary = {name: value.split(",") for name, value in assignments(" ".join(command.varied)).items()}
-    if judging and not (arms or vary or command.plan_file or command.pairs):
-        raise UserError('judge needs --b "SETTING=VALUE" and, without --campaign, --a "...", or --pairs FILE.')
-    if not arms and not vary:
+    if not arms and not vary and (command.plan_file or not judging):
         return load_plan(find_plan(command.plan_file or "norms"))
     plan = load_plan(find_plan(command.plan_file)) if command.plan_file else Plan(config=command.plan.config)
     flags = (command.plan_file, a, b, *command.varied)

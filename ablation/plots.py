@@ -36,7 +36,8 @@ def forest(effects: dict[str, Effect], xlabel: str, margin: float) -> Figure | N
         axes.plot(effect.interval, (row, row), color=COLOURS[0], linewidth=4, alpha=0.45, solid_capstyle="butt")
         axes.plot(effect.estimate, row, "o", color=COLOURS[0], markersize=6)
     axes.set_yticks(range(len(effects)), effects)
-    axes.set(ylim=(len(effects) - 0.5, -0.5), xlabel=xlabel)
+    axes.set_ylim(len(effects) - 0.5, -0.5)
+    figure.supxlabel(xlabel, fontsize=9)  # in the middle of the figure: below the axes it would leave it
     axes.locator_params(axis="x", nbins=5)
     return figure
 
