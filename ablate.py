@@ -110,10 +110,11 @@ def starting_plan(command: Command, judging: bool) -> Plan:
     if any(text.endswith(",") for text in command.varied):
         raise UserError(f"--vary {' '.join(command.varied)} ends with a comma; write V,V without a space.")
     a, b = command.a, command.b
-    if command.campaign is not None and a is None and b is not None:
-        from ablation.campaign import load_campaign  # imports matplotlib
+    if command.campaign and a is None and b is not None:
+        from ablation.judge import load_campaign  # imports matplotlib
 
-        a = load_campaign(command.campaign).baseline.replace("default", "")
+        baseline = load_campaign(command.campaign).baseline
+        a = "" if baseline == "default" else baseline
         b = " ".join(f"{name}={value}" for name, value in (assignments(a) | assignments(b)).items())
     arms = {text or "default": assignments(text) for text in (a, b) if text is not None}
     if len(arms) == 1:
@@ -145,18 +146,19 @@ def main() -> int:
     """Do what the command line says; returns the exit status."""
     fit_stdout()
     action = sys.argv[1] if sys.argv[1:2] in (["judge"], ["report"]) else "compare"
-    command = parse(sys.argv[1 if action == "compare" else 2 :], judging=action == "judge")
+    arguments = sys.argv[1 if action == "compare" else 2 :]
+    command = parse(arguments, judging=action == "judge") if action != "report" else None
     from ablation import execute, report, study  # import torch
-    from ablation.campaign import LEDGER, judge_pairs, load_campaign
+    from ablation.judge import LEDGER, judge_pairs, load_campaign
     from ablation.stats import SIGNIFICANCE
 
-    if action == "report":
-        if command.plan_file is None or command.out:
-            raise UserError("report needs a folder of results, such as runs/ablation-norms.")
-        if (Path(command.plan_file) / LEDGER).is_file():
-            path = load_campaign(Path(command.plan_file)).write_report()
+    if command is None:
+        if len(arguments) != 1:
+            raise UserError("report needs one folder of results, such as runs/ablation-norms.")
+        if (Path(arguments[0]) / LEDGER).is_file():
+            path = load_campaign(Path(arguments[0])).write_report()
         else:
-            folder = find_plan(command.plan_file).parent
+            folder = find_plan(arguments[0]).parent
             path = report.write(study.load(folder), folder)
         print(printable(f"written: {path}"))
         return 0

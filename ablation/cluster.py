@@ -15,10 +15,7 @@ EXCLUDED = [".git", ".cache", "runs", "tests", "docs", "studies", "speed"]  # wh
 
 
 def join(experiment, address: str) -> Callable[[Run, str], Future]:
-    """Make GPUs, or CPUs without any, of a cluster's most frequent model the workers of an `execute.Experiment`.
-
-    Returns the `start` of `execute`.
-    """
+    """Make the GPUs, else CPUs, of a cluster's most frequent model the workers; returns the `start` of `execute`."""
     root = str(Path(__file__).parent.parent)
     ray.init(address, runtime_env={"working_dir": root, "excludes": EXCLUDED}, log_to_driver=False)
     kind, torch_device = ("GPU", "cuda") if ray.cluster_resources().get("GPU") else ("CPU", "cpu")

@@ -189,12 +189,13 @@ def find_plan(name: str) -> Path:
         if path.is_file():
             return path
     if Path(name).is_dir():
-        raise UserError(f"{name} has no plan.toml; give the folder of a comparison, such as runs/ablation-norms.")
+        inside = [str(path.parent) for path in sorted(Path(name).glob("*/plan.toml"))] or ["runs/ablation-norms"]
+        raise UserError(f"{name} has no plan.toml; give the folder of one experiment, such as {inside[0]}.")
     studies = [path.parent.name for path in STUDIES.glob("*/plan.toml")]
-    comparisons = sorted(Path("runs").glob("ablation-*"), key=lambda folder: -folder.stat().st_mtime)[:5]
-    listed = f" Newest comparisons: {', '.join(map(str, comparisons))}." if comparisons else ""
-    close = nearest(name, [*studies, "judge", "report", "--quick", *map(str, comparisons)])
-    raise UserError(f"{name} is no file, comparison or study in studies/.{close or listed}")
+    experiments = sorted(Path("runs").glob("ablation-*"), key=lambda folder: -folder.stat().st_mtime)[:5]
+    listed = f" Newest experiments: {', '.join(map(str, experiments))}." if experiments else ""
+    close = nearest(name, [*studies, "judge", "report", "--quick", *map(str, experiments)])
+    raise UserError(f"{name} is no file, experiment or study in studies/.{close or listed}")
 
 
 def load_plan(path: Path) -> Plan:

@@ -112,7 +112,8 @@ def write(study: Study, folder: Path) -> Path:
         compared[f"{c.arm}: {row['verdict']}\n{row['worth'] or ''}"] = c.effect
         numbers = {"mean": c.effect.estimate, "low": c.effect.interval[0], "high": c.effect.interval[1]}
         rows.append({"arm": c.effect.name, "unit": study.unit} | numbers | row)
-    save_table(folder / "differences", rows)
+    if rows:
+        save_table(folder / "differences", rows)
     bases = ", ".join(dict.fromkeys(c.baseline for c in study.comparisons))
     xlabel = f"loss minus that of {bases}, {study.unit}\nlower loss: better"
     of_grid = {effect.name.replace(" x ", "\nx "): effect for effect in study.effects}
@@ -132,12 +133,11 @@ def write(study: Study, folder: Path) -> Path:
 
 
 def save_table(path: Path, rows: list[dict]) -> None:
-    """Write rows, if there are any, to path.csv and path.tex."""
+    """Write rows as CSV and LaTeX; path: without the suffix."""
     frame = pd.DataFrame(rows)
-    latex = frame.to_latex(index=False, escape=True, na_rep=MISSING, float_format="%.3g") if rows else ""
-    for suffix, text in {".csv": frame.to_csv(index=False), ".tex": latex}.items():
-        if rows:
-            replace_text(path.with_suffix(suffix), text)
+    latex = frame.to_latex(index=False, escape=True, na_rep=MISSING, float_format="%.3g")
+    replace_text(path.with_suffix(".csv"), frame.to_csv(index=False))
+    replace_text(path.with_suffix(".tex"), latex)
 
 
 def markdown_text(study: Study, folder: Path, drawn: Collection[str]) -> str:

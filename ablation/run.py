@@ -34,7 +34,8 @@ CURVE_TOKENS = 16_384  # of the validation set, for points along a run; the fina
 
 def train_run(plan: Plan, run: Run, torch_device: str, threads: int | None, workers: int) -> Row:
     """Train a run and return its row. threads: of a CPU; workers: how many runs are made at once."""
-    start, settings = time.perf_counter(), run_settings(plan, run)
+    start = time.perf_counter()
+    settings = run_settings(plan, run)
     torch.set_num_threads(threads or torch.get_num_threads())
     with contextlib.redirect_stdout(None):
         session = set_up(replace_settings(settings, {"device": torch_device}), Path(), resume=False)
@@ -46,37 +47,28 @@ def train_run(plan: Plan, run: Run, torch_device: str, threads: int | None, work
 
 def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, train: bool = True) -> Row:
     """The row of a session, which is trained to its end first; train: False only evaluates the model as it is."""
-    settings, curve = session.settings, []
+    curve = []
     try:
         for result in train_steps(session) if train else ():
-            if result.step % settings.run.evaluate_every == 0 or result.step == session.steps:
-                windows = first_windows(session, CURVE_TOKENS)
-                curve.append((result.step, evaluate(session.model, windows, None, session.device).loss))
+            if result.step % session.settings.run.evaluate_every == 0 or result.step == session.steps:
+                loss = evaluate(session.model, first_windows(session, CURVE_TOKENS), None, session.device).loss
+                curve.append((result.step, six_digits(loss)))
         final = evaluate(session.model, first_windows(session), session.corpus.validation_bytes, session.device)
         if not math.isfinite(final.loss):
             raise Diverged(f"the validation loss is {final.loss:g}, not finite")
         outcome = {"loss": final.loss, "bits_per_byte": final.bits_per_byte} | probe(session)
     except Diverged as error:
         outcome = {"status": "diverged", "reason": str(error).partition(";")[0]}
-    return Row(
-        **vars(run),
-        **outcome,
-        curve=[(step, six_digits(loss)) for step, loss in curve if math.isfinite(loss)],
-        seconds=session.state.seconds,
-        tokens=session.state.tokens,
-        settings_hash=hash_of_settings,
-        weights_hash=weights_hash(settings),
-        batches_hash=digest(array for step in range(session.state.step) for array in session.batch(step)[:2]),
-        text_hash=session.corpus.text_hash,
-        device=device_model(str(session.device)),
-        kernels=kernels.describe(session.device),
-        dtype=settings.machine.dtype,
-        commit=commit(),
-        torch=str(torch.__version__),
-        python=platform.python_version(),
-        threads=None if session.device.type == "cuda" else torch.get_num_threads(),
-        workers=workers,
-    )
+    batches = (array for step in range(session.state.step) for array in session.batch(step)[:2])
+    curve = [(step, loss) for step, loss in curve if math.isfinite(loss)]
+    outcome |= {"curve": curve, "seconds": session.state.seconds, "tokens": session.state.tokens}
+    hashes = {"settings_hash": hash_of_settings, "weights_hash": weights_hash(session.settings)}
+    hashes |= {"batches_hash": digest(batches), "text_hash": session.corpus.text_hash}
+    threads = None if session.device.type == "cuda" else torch.get_num_threads()
+    machine = {"device": device_model(str(session.device)), "kernels": kernels.describe(session.device)}
+    machine |= {"dtype": session.settings.machine.dtype, "threads": threads, "workers": workers}
+    versions = {"commit": commit(), "torch": str(torch.__version__), "python": platform.python_version()}
+    return Row(**vars(run), **outcome, **hashes, **machine, **versions)
 
 
 def device_model(torch_device: str) -> str:

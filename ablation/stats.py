@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import special, stats
+from scipy import special
 
 SIGNIFICANCE, POWER = 0.05, 0.8
 MAX_PAIRS = 10_000
@@ -81,13 +81,13 @@ def pairs_for_equivalence(std: float, margin: float, family_size: int) -> int:
 def deviation_limit(values: Sequence[float], confidence: float) -> float:
     """What the true standard deviation of normal values is below, with this confidence."""
     freedom = len(values) - 1
-    return float(np.std(values, ddof=1) * np.sqrt(freedom / stats.chi2.ppf(1 - confidence, freedom)))
+    return float(np.std(values, ddof=1) * np.sqrt(freedom / special.chdtri(freedom, confidence)))
 
 
 def final_pairs(differences: Sequence[np.ndarray], margin: float) -> int:
-    """Pairs to show equivalence after a pilot, with an array for each comparison of a family; or a difference as large
-    as the end nearer to 0 of its 95% interval, where that is beyond the margin. The deviation is its upper 80% limit,
-    as planning with the estimate gives too few pairs in about half of all cases (Browne 1995, Stat. in Medicine 14).
+    """Pairs after a pilot, with an array for each comparison of a family: to show equivalence, or a difference like the
+    end nearer to 0 of its 95% interval where that is beyond the margin. The deviation is its upper 80% limit, since the
+    estimate gives too few pairs in about half of all cases (Browne 1995, Stat. in Medicine 14).
     """
     needed = [MIN_PAIRS_FOR_EQUIVALENCE]
     for values in differences:

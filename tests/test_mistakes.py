@@ -56,9 +56,9 @@ generate BAD/no_tokenizer --prompt a -> there is no .*no_tokenizer/tokenizer.mod
 generate RUN --prompt a --temperature -1 -> temperature is -1
 generate RUN --chat -> there is no message to answer
 generate RUN --prompt a --max-new-tokens 0 -> --max-new-tokens, .* must be at least 1
-ablate nothere -> nothere is no file, comparison or study
+ablate nothere -> nothere is no file, experiment or study
 ablate reprot nothere -> reprot is no .* Did you mean report\?
-ablate report -> report needs a folder of results
+ablate report -> report needs one folder of results
 train --freeze --norm rms -> --freeze needs a value
 train --resume -> --resume needs a value
 generate RUN --merge NEW -> --merge: .* is no adapter
