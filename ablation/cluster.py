@@ -1,4 +1,4 @@
-"""The runs of a comparison on a Ray cluster, which repeats killed ones. Only this process writes rows."""
+"""The runs of a plan on a Ray cluster, which repeats killed ones. Only this process writes rows."""
 
 from collections import Counter
 from collections.abc import Callable

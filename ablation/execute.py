@@ -36,8 +36,6 @@ from model.device import choose_device
 from training.estimate import estimate, format_time
 from training.optimizer import freeze_parameters
 
-STOPS = {signal.SIGINT, signal.SIGTERM}
-
 
 @dataclass
 class Experiment:
@@ -165,13 +163,14 @@ def prepare_process() -> None:
 def start_process(experiment: Experiment, run: Run, torch_device: str) -> Future:
     """Begin a run in a fresh process. Ctrl-C and SIGTERM do not reach it, as this one ends it, and wait meanwhile."""
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=prepare_process)
+    stops = {signal.SIGINT, signal.SIGTERM}
     can_block = hasattr(signal, "pthread_sigmask")  # not on Windows
     if can_block:  # which the process inherits
         multiprocessing.resource_tracker.ensure_running()  # before, as its start would let them through again
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, stops)
     future = pool.submit(train_run, experiment.plan, run, torch_device, experiment.threads, len(experiment.workers))
     if can_block:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
     pool.shutdown(wait=False)
     return future
 

@@ -39,7 +39,8 @@ def crossing_probability(constant: float, looks: int) -> float:
     """How often |z| reaches constant * sqrt(looks / k) at a look k without a difference (Armitage et al. 1969)."""
     limit = constant * math.sqrt(looks)  # of z sqrt(k), a sum of k normal steps; its density is integrated by look
     nodes, weights = np.polynomial.legendre.leggauss(100)
-    sums, weights = limit * nodes, limit * weights
+    weights = limit * weights
+    sums = limit * nodes
     step = np.exp(-((sums[:, None] - sums) ** 2) / 2) / math.sqrt(2 * math.pi) * weights
     density = np.exp(-(sums**2) / 2) / math.sqrt(2 * math.pi)
     crossed = 2 * special.ndtr(-limit)

@@ -105,7 +105,8 @@ class Plan:
     @functools.cached_property
     def all_arms(self) -> dict[str, Arm]:
         """Every combination of `arms` and `vary`, by name. A baseline is the first arm of its combination."""
-        arms, vary = self.arms, [[(name, value) for value in values] for name, values in self.vary.items()]
+        arms = self.arms
+        vary = [[(name, value) for value in values] for name, values in self.vary.items()]
         if not arms and vary:
             arms = {label(name, value): {name: value} for name, value in vary.pop(0)}
         combined: dict[str, Arm] = {}
@@ -125,8 +126,9 @@ class Plan:
     @functools.cached_property
     def candidate_learning_rates(self) -> dict[str, tuple[float, ...]]:
         """By arm its learning rate, or those, ascending, of which a sweep chooses one."""
-        default, rates = base_settings(self.config).optimizer.learning_rate, tuple(sorted({*self.learning_rates}))
+        rates = tuple(sorted({*self.learning_rates}))
         if not rates:
+            default = base_settings(self.config).optimizer.learning_rate
             norms = {self.value(arm, "norm") for arm in self.all_arms.values()}
             needs_sweep = {"norm_placement", "mlp", "optimizer"} & {*self.varied}  # their best rates differ
             if "norm" in self.varied and norms - {"rms", "layer"}:
@@ -173,9 +175,9 @@ def arm_settings(plan: Plan, arm: Arm) -> Settings:
     """The settings of an arm's runs, but for seed and learning rate."""
     given = {"steps": plan.steps} if plan.steps else {}
     settings = replace_settings(base_settings(plan.config), given | arm.settings)
-    steps, warmup = settings.optimizer.steps, settings.optimizer.warmup_steps
-    schedule = {"warmup_steps": min(warmup, max(steps // 10, 1)), "evaluate_every": max(1, steps // EVALUATIONS)}
-    return replace_settings(settings, schedule)
+    steps = settings.optimizer.steps
+    warmup = min(settings.optimizer.warmup_steps, max(steps // 10, 1))
+    return replace_settings(settings, {"warmup_steps": warmup, "evaluate_every": max(1, steps // EVALUATIONS)})
 
 
 def run_settings(plan: Plan, run: Run) -> Settings:

@@ -47,7 +47,8 @@ def differences_over_steps(study: Study) -> Figure | None:
     curves = {}
     for c in study.comparisons:
         pairs = study.paired("final", c.arm)
-        own, base = (pd.DataFrame([*map(dict, curves_of_arm)]) for curves_of_arm in (pairs.curve, pairs.curve_base))
+        own = pd.DataFrame([*map(dict, pairs.curve)])  # a row for each run, a column for each step
+        base = pd.DataFrame([*map(dict, pairs.curve_base)])
         differences = (own - base).dropna(axis=1)  # at steps at which all final runs of both were evaluated
         if differences.shape[1] > 1:
             curves[c.arm] = [(step, mean_effect(c.arm, values, study.unit)) for step, values in differences.items()]

@@ -75,7 +75,8 @@ def append_rows(folder: Path, *rows: Row) -> None:
     """Append rows to runs.jsonl, without what has its default, and their machines to machine.toml."""
     import tomli_w
 
-    path, lines = folder / "machine.toml", []
+    path = folder / "machine.toml"
+    lines = []
     machines = read_toml(path) if path.is_file() else {}
     defaults = {field.name: field.default for field in dataclasses.fields(Row)}
     for row in rows:

@@ -1,4 +1,4 @@
-"""One run of a comparison, to one row. Writes nothing: a run that is killed starts again."""
+"""One run of a plan, to one row. Writes nothing: a run that is killed starts again."""
 
 import contextlib
 import dataclasses
@@ -87,9 +87,10 @@ def commit() -> str:
 
 def first_windows(session: Session, tokens: int | None = None) -> Iterable[Batch]:
     """The first so many tokens of the validation set, at least a batch, or all of them."""
-    length, sequences = session.settings.data.sequence_length, session.settings.data.micro_batch()
-    windows = session.corpus.validation_batches(length, sequences)
-    return itertools.islice(windows, None if tokens is None else max(1, tokens // (sequences * length)))
+    data = session.settings.data
+    windows = session.corpus.validation_batches(data.sequence_length, data.micro_batch())
+    count = None if tokens is None else max(1, tokens // (data.micro_batch() * data.sequence_length))
+    return itertools.islice(windows, count)
 
 
 @torch.no_grad()

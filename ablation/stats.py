@@ -29,7 +29,8 @@ class Effect:
 def mean_effect(name: str, values: Sequence[float], unit: str) -> Effect:
     """Mean of independent values with Student's t interval and test (Student 1908)."""
     values = np.asarray(values, float)
-    mean, n = float(values.mean()), len(values)
+    mean = float(values.mean())
+    n = len(values)
     if n == 1:
         return Effect(name, mean, (-math.inf, math.inf), (-math.inf, math.inf), 1.0, unit, 1)
     error = standard_error(values)
@@ -50,8 +51,8 @@ def six_digits(value: float) -> float:
 
 def equivalence_p(differences: np.ndarray, margin: float) -> float:
     """The larger p-value of two one-sided tests: below 5% the mean lies within (-margin, margin) (Schuirmann 1987)."""
-    distance, error = margin - abs(float(differences.mean())), standard_error(differences)
-    return float(special.stdtr(len(differences) - 1, -distance / error))
+    distance = margin - abs(float(differences.mean()))
+    return float(special.stdtr(len(differences) - 1, -distance / standard_error(differences)))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

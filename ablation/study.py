@@ -141,7 +141,9 @@ class Study:
         slope of its loss over log(steps), of runs of other lengths ("length") or along its own ("curve"). None without
         these, or where the loss rises.
         """
-        base, losses, source = self.plan.all_arms[baseline], {}, "length"
+        base = self.plan.all_arms[baseline]
+        losses = {}
+        source = "length"
         for arm in self.plan.all_arms.values():
             loss = self.mean_loss(arm.name, {arm.name: 1.0})
             if loss is not None and arm.settings | {"steps": 0} == base.settings | {"steps": 0}:
@@ -162,7 +164,8 @@ class Study:
     @property
     def spread(self) -> pd.DataFrame:
         """How far runs of a baseline from changed initial weights end from those that they repeat, nats per token."""
-        same, again = ["arm", "learning_rate", "seed", "device"], self.rows.phase == "rerun"
+        same = ["arm", "learning_rate", "seed", "device"]
+        again = self.rows.phase == "rerun"
         first = self.rows[~again].drop_duplicates(same)[[*same, "loss"]]
         both = self.rows[again].merge(first, on=same, suffixes=("", "_before"))
         groups = (both.loss - both.loss_before).pow(2).groupby([both.arm, both.learning_rate, both.perturbation])
@@ -172,18 +175,18 @@ class Study:
     @functools.cached_property
     def comparisons(self) -> list[Comparison]:
         """Every arm with its baseline, in order of the difference, where all their final runs completed."""
-        arms, margin = self.plan.all_arms, self.plan.margin
+        arms = self.plan.all_arms
         compared = [name for name, arm in arms.items() if arm.baseline is not None]
         pairs = {name: self.paired("final", name).difference.to_numpy() for name in compared}
         pairs = {name: values for name, values in pairs.items() if len(values) > 1 and np.isfinite(values).all()}
         effects = [mean_effect(f"{name} minus {arms[name].baseline}", pairs[name], self.unit) for name in pairs]
         p_holm = holm([effect.p for effect in effects])
         # A family of its own, since an arm cannot pass the tests of a difference and of equivalence both wrongly.
-        p_equivalence = holm([equivalence_p(values, margin) for values in pairs.values()])
-        comparisons = [
-            Comparison(name, arms[name].baseline, pairs[name].tolist(), effect, margin, p, q, len(pairs))
-            for name, effect, p, q in zip(pairs, effects, p_holm, p_equivalence, strict=True)
-        ]
+        p_equivalence = holm([equivalence_p(values, self.plan.margin) for values in pairs.values()])
+        comparisons = []
+        for name, effect, p, q in zip(pairs, effects, p_holm, p_equivalence, strict=True):
+            tests = {"margin": self.plan.margin, "p_holm": p, "p_equivalence": q, "family_size": len(pairs)}
+            comparisons.append(Comparison(name, arms[name].baseline, pairs[name].tolist(), effect, **tests))
         return sorted(comparisons, key=lambda comparison: comparison.effect.estimate)
 
     @functools.cached_property
