@@ -29,19 +29,13 @@ from files import locked, read_json
 from flags import optional, parse_flags
 
 DESCRIPTION = """Compare any settings of train.py over paired seeds, with intervals and a verdict.
-
 python ablate.py                   RMSNorm or LayerNorm; --quick: in minutes
-
 python ablate.py --vary norm=layer,dyt    values of a setting, or of several
-
 python ablate.py factorial         repeat a study of studies/
-
 python ablate.py judge --a "" --b "qk_norm=true"    keep or discard a change; --campaign: many, one after another
-
 python ablate.py report FOLDER     write the report of a folder of results again
-
 Ctrl-C stops it and the same command resumes it. Its folder gets runs.jsonl, and report.md, which is derived from it.
-Defaults below are those of this command: --help after a PLAN, --vary or judge may show others."""
+Defaults below are those of this command: --help after a PLAN, --vary or judge may show others.""".replace("\n", "\n\n")
 RUNS_DEPEND_ON = ("config", "steps", "learning_rates", "perturbations")  # flags that make other runs
 
 

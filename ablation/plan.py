@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
 
+import tomli_w
 from msgspec import Meta
 from tyro.conf import Suppress, arg
 
@@ -208,7 +209,5 @@ def load_plan(path: Path) -> Plan:
 
 def save_plan(plan: Plan, path: Path) -> None:
     """Write a plan that `load_plan` reads, without what is empty."""
-    import tomli_w
-
     values = {name: value for name, value in dataclasses.asdict(plan).items() if value not in (None, (), {})}
     replace_text(path, tomli_w.dumps(values))

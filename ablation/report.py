@@ -58,7 +58,7 @@ def headline(study: Study) -> list[str]:
             lines.append(f"effect of {effect.name}: {with_interval(effect)} {effect.unit}, p = {p:.2g} (Holm)")
     counted = len(study.counted_seeds)
     done = study.rows.seed[study.rows.phase == "final"].nunique()
-    if study.plan.seeds is not None and 0 < counted < study.plan.seeds:
+    if 0 < counted < (study.plan.seeds or 0):
         limit = f"the limit of {study.plan.hours:g} hours is reached"
         lines.append(f"note: {counted} of {study.plan.seeds} pairs, as {limit}")
     elif 0 < counted < done:

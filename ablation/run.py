@@ -62,8 +62,12 @@ def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, 
     batches = (array for step in range(session.state.step) for array in session.batch(step)[:2])
     curve = [(step, loss) for step, loss in curve if math.isfinite(loss)]
     outcome |= {"curve": curve, "seconds": session.state.seconds, "tokens": session.state.tokens}
-    hashes = {"settings_hash": hash_of_settings, "weights_hash": weights_hash(session.settings)}
-    hashes |= {"batches_hash": digest(batches), "text_hash": session.corpus.text_hash}
+    with contextlib.redirect_stdout(None):
+        initial = sorted(initial_model(session.settings, torch.float32).named_parameters())
+    shared = ((name.encode(), weight.detach().numpy()) for name, weight in initial if not is_norm_parameter(name))
+    weights = itertools.chain.from_iterable(shared)
+    hashes = {"settings_hash": hash_of_settings, "text_hash": session.corpus.text_hash}
+    hashes |= {"batches_hash": digest(batches), "weights_hash": digest(weights)}
     threads = None if session.device.type == "cuda" else torch.get_num_threads()
     machine = {"device": device_model(str(session.device)), "kernels": kernels.describe(session.device)}
     machine |= {"dtype": session.settings.machine.dtype, "threads": threads, "workers": workers}
@@ -125,14 +129,6 @@ def perturb(model: Decoder, seed: int, size: float) -> None:
 def settings_hash(settings: Settings) -> str:
     """Hash of a run's settings that are not the default, whatever device it ran on and in which folder."""
     return digest(["\n".join(changed_fields(Settings(), replace_settings(settings, {"device": "auto"}))).encode()])
-
-
-def weights_hash(settings: Settings) -> str:
-    """Hash of the weights that training starts from, without the norms: what the arms of a seed share."""
-    with contextlib.redirect_stdout(None):
-        weights = sorted(initial_model(settings, torch.float32).named_parameters())
-    shared = [(name.encode(), weight.detach().numpy()) for name, weight in weights if not is_norm_parameter(name)]
-    return digest(itertools.chain.from_iterable(shared))
 
 
 def digest(chunks: Iterable[bytes | np.ndarray]) -> str:
