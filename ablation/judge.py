@@ -165,7 +165,7 @@ class Campaign:
         text = f"Kept: {keeps or 'nothing'}. On average at most {self.fdr:.0%} of what is kept does nothing, if "
         text += "differences are about normal (docs/compare.md has what happens otherwise). "
         text += f"The level of the next idea, against {self.baseline}, is {self.level:.3g}. "
-        text += "Difference, low, high: loss of the idea minus that of its baseline, and its interval at the level."
+        text += "Difference, low, high: loss of the idea minus that of its baseline, and the interval of its last look."
         path = self.folder / "report.md"
         replace_text(path, f"# {self.folder.name}\n\n{text}\n\n{table(rows)}\n")
         return path
