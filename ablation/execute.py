@@ -75,8 +75,8 @@ class Experiment:
 
 
 def local_workers(torch_device: str, jobs: int | None) -> list[str]:
-    """The torch device of each. For auto: GPUs of one model, as arms of a seed share it, else MPS, else the cores. With
-    more jobs than GPUs, several share one: a small model leaves it mostly idle.
+    """The torch device of each worker. For auto: GPUs of one model, as arms of a seed share it, else MPS, else cores.
+    With more jobs than GPUs, several share one: a small model leaves it mostly idle.
     """
     if jobs is not None and jobs < 1:
         raise UserError(f"--jobs {jobs} must be at least 1.")

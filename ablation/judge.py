@@ -36,7 +36,7 @@ LEDGER = "campaign.jsonl"
 
 
 def crossing_probability(constant: float, looks: int) -> float:
-    """How often |z| reaches constant * sqrt(looks / k) at a look k without a difference (Armitage et al. 1969)."""
+    """Probability, without a difference, that |z| reaches constant * sqrt(looks / k) at any look k (Armitage et al. 1969)."""
     limit = constant * math.sqrt(looks)  # of z sqrt(k), a sum of k normal steps; its density is integrated by look
     nodes, weights = np.polynomial.legendre.leggauss(100)
     weights = limit * weights
@@ -130,16 +130,16 @@ class Campaign:
 
     @property
     def baseline(self) -> str:
-        """The settings that the last line leaves for the next idea, or "default": those of the config."""
+        """The settings with which the next idea is compared; "default" are those of the config."""
         return self.ledger[-1].next_baseline if self.ledger else "default"
 
     @property
     def first_seed(self) -> int:
-        """That of the next idea: after those of earlier ideas, of sweeps and of pilots."""
+        """The first seed of the next idea, above the seeds of earlier ideas, of sweeps and of pilots."""
         return 1 + max([3000, *(max(line.seeds) for line in self.ledger)])
 
     def idea_folder(self, name: str) -> Path:
-        """The folder of the runs of the next idea; `UserError` where another has begun and has no verdict."""
+        """The folder of the runs of the next idea; `UserError` where another idea has begun and has no verdict."""
         folder = self.folder / f"{len(self.ledger) + 1:03d}-{name}"
         for rows in self.folder.glob(f"{folder.name[:4]}*/runs.jsonl"):
             if rows.parent != folder:

@@ -126,7 +126,7 @@ class Plan:
 
     @functools.cached_property
     def candidate_learning_rates(self) -> dict[str, tuple[float, ...]]:
-        """By arm its learning rate, or those, ascending, of which a sweep chooses one."""
+        """The learning rates by arm: one, or several in ascending order from which a sweep chooses."""
         rates = tuple(sorted({*self.learning_rates}))
         if not rates:
             default = base_settings(self.config).optimizer.learning_rate

@@ -92,12 +92,12 @@ def grid_effects(study: Study) -> list[tuple[Effect, float]]:
 
 
 def in_words(steps: dict | None) -> str | None:
-    """What `Study.in_steps` says."""
+    """The result of `Study.in_steps` as text."""
     return steps and "= {percent:+.1f}% of the steps [{low:+.1f}, {high:+.1f}], by {source}".format(**steps)
 
 
 def pairs_to_decide(c: Comparison) -> str | None:
-    """What an inconclusive comparison would take."""
+    """The pairs that an inconclusive comparison would probably need, as text."""
     if c.verdict != "inconclusive":
         return None
     best, fewest, most = (f"{n:,}" if n < MAX_PAIRS else f"over {n:,}" for n in c.more_pairs)
@@ -203,7 +203,7 @@ def about(study: Study) -> str:
 
 
 def comparison_row(study: Study, c: Comparison) -> dict:
-    """The columns of a comparison after its mean and interval."""
+    """The columns that follow mean and interval in the table of comparisons."""
     by_holm = " after Holm" if c.verdict == "inconclusive" and c.effect.p < SIGNIFICANCE else ""
     worth = in_words(study.in_steps(c.baseline, c.effect.estimate, c.effect.interval))
     row = {"worth": worth, "verdict": c.verdict + by_holm}

@@ -80,7 +80,7 @@ def pairs_for_equivalence(std: float, margin: float, family_size: int) -> int:
 
 
 def deviation_limit(values: Sequence[float], confidence: float) -> float:
-    """What the true standard deviation of normal values is below, with this confidence."""
+    """Upper limit, with this confidence, of the standard deviation of the population that normal values come from."""
     freedom = len(values) - 1
     return float(np.std(values, ddof=1) * np.sqrt(freedom / special.chdtri(freedom, confidence)))
 
@@ -126,7 +126,9 @@ class Comparison:
 
     @property
     def more_pairs(self) -> tuple[int, int, int]:
-        """Pairs for 80% power, for equivalence or a difference beyond the margin; then fewest and most by its std."""
+        """Pairs for 80% power: by the standard deviation, then by both ends of its interval. For equivalence, or for a
+        difference like the measured one where that is beyond the margin.
+        """
         stds = self.deviation, *(deviation_limit(self.differences, level) for level in (0.025, 0.975))
         distance = abs(self.effect.estimate)
         alpha = SIGNIFICANCE / 2 * min(1, self.effect.p / self.p_holm)  # as Holm multiplied this p

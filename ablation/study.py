@@ -73,7 +73,7 @@ class Study:
 
     @functools.cached_property
     def chosen_learning_rates(self) -> dict[str, float]:
-        """By arm its learning rate; no entry before the sweep is finished, or if a run diverged at every one."""
+        """The learning rate by arm; none before the sweep is finished, or where a run diverged at every rate."""
         chosen = {arm: rates[0] for arm, rates in self.plan.candidate_learning_rates.items() if len(rates) == 1}
         if not self.missing(self.sweep_runs):
             chosen |= self.sweep.dropna(how="all").idxmin(axis=1).to_dict()
