@@ -36,7 +36,7 @@ LEDGER = "campaign.jsonl"
 
 
 def crossing_probability(constant: float, looks: int) -> float:
-    """Probability, without a difference, that |z| reaches constant * sqrt(looks / k) at any look k (Armitage et al. 1969)."""
+    """How often |z| reaches constant * sqrt(looks / k) at any look k if nothing differs (Armitage et al. 1969)."""
     limit = constant * math.sqrt(looks)  # of z sqrt(k), a sum of k normal steps; its density is integrated by look
     nodes, weights = np.polynomial.legendre.leggauss(100)
     weights = limit * weights
