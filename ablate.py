@@ -1,11 +1,13 @@
 """Compare any settings of train.py over paired seeds: `python ablate.py`. Thin: parses, and calls ablation/."""
 
+import signal
 import sys
 
 if __name__ == "__main__":  # Ctrl-C and a missing package are one line in the slow imports below, too
     from errors import exit_on_user_error
 
     with exit_on_user_error():
+        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
         from ablate import main
 
         sys.exit(main())
@@ -15,33 +17,25 @@ import dataclasses
 import hashlib
 import re
 import shlex
-import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from ablation.plan import JUDGED_PAIRS, Plan, find_plan, load_plan
-from ablation.settings import TYPES, base_settings
+from ablation.plan import JUDGED_PAIRS, TYPES, Plan, base_settings, find_plan, load_plan
 from errors import UserError, end, fit_stdout, printable
 from files import locked, read_json
 from flags import optional, parse_flags
 
 DESCRIPTION = """Compare any settings of train.py over paired seeds, with intervals and a verdict.
-
 python ablate.py                   RMSNorm or LayerNorm; --quick: in minutes
-
 python ablate.py --vary norm=layer,dyt    values of a setting, or of several
-
 python ablate.py factorial         repeat a study of studies/
-
 python ablate.py judge --a "" --b "qk_norm=true"    keep or discard a change; --campaign: many, one after another
-
-python ablate.py report FOLDER     write the report of a comparison again
-
+python ablate.py report FOLDER     write the report of a folder of results again
 Ctrl-C stops it and the same command resumes it. Its folder gets runs.jsonl, and report.md, which is derived from it.
-Defaults below are those of this command: --help after a PLAN, --vary or judge may show others."""
+Defaults below are those of this command: --help after a PLAN, --vary or judge may show others.""".replace("\n", "\n\n")
 RUNS_DEPEND_ON = ("config", "steps", "learning_rates", "perturbations")  # flags that make other runs
 
 
@@ -68,7 +62,7 @@ class Command:
     jobs: Annotated[int | None, optional("INT")] = None  # Runs at once; by default one for each GPU, or core of a CPU
     ray: Annotated[str | None, optional("ADDRESS")] = None  # Use a Ray cluster: auto, or the address of its head
     dry_run: bool = False  # Only print the plan, and what a run needs
-    plan: Annotated[Plan, tyro.conf.arg(name="")] = field(default_factory=Plan)
+    plan: Annotated[Plan, tyro.conf.arg(name="plan")] = field(default_factory=Plan)
 
 
 def parse(arguments: list[str], judging: bool = False) -> Command:
@@ -95,6 +89,8 @@ def parse(arguments: list[str], judging: bool = False) -> Command:
         plan = dataclasses.replace(plan, seeds=plan.seeds or JUDGED_PAIRS, rerun_seeds=0)
     start = dataclasses.replace(Command(), plan=plan)
     command = parse_flags(Command, args=arguments, default=start, **options)
+    if judging and not (plan.arms or plan.vary or command.pairs):
+        raise UserError('judge needs --b "SETTING=VALUE" and, without --campaign, --a "...", or --pairs FILE.')
     others = [name for name in RUNS_DEPEND_ON if getattr(command.plan, name) != getattr(start.plan, name)]
     suffix = "".join(f"-{name}-{getattr(command.plan, name)}" for name in others)
     name = command.plan.name + re.sub(r"[^\w.]+", "-", suffix).rstrip("-")
@@ -108,11 +104,11 @@ def starting_plan(command: Command, judging: bool) -> Plan:
     if any(text.endswith(",") for text in command.varied):
         raise UserError(f"--vary {' '.join(command.varied)} ends with a comma; write V,V without a space.")
     a, b = command.a, command.b
-    if command.campaign is not None and a is None and b is not None:
-        from ablation.campaign import load_campaign  # imports matplotlib
+    if command.campaign and a is None and b is not None:
+        from ablation.judge import load_campaign  # imports matplotlib
 
-        a = load_campaign(command.campaign).baseline
-        a = "" if a == "default" else a
+        baseline = load_campaign(command.campaign).baseline
+        a = "" if baseline == "default" else baseline
         b = " ".join(f"{name}={value}" for name, value in (assignments(a) | assignments(b)).items())
     arms = {text or "default": assignments(text) for text in (a, b) if text is not None}
     if len(arms) == 1:
@@ -144,31 +140,40 @@ def main() -> int:
     """Do what the command line says; returns the exit status."""
     fit_stdout()
     action = sys.argv[1] if sys.argv[1:2] in (["judge"], ["report"]) else "compare"
-    command = parse(sys.argv[1 if action == "compare" else 2 :], judging=action == "judge")
+    arguments = sys.argv[1 if action == "compare" else 2 :]
+    command = parse(arguments, judging=action == "judge") if action != "report" else None
     from ablation import execute, report, study  # import torch
-    from ablation.campaign import judge_pairs, load_campaign
+    from ablation.judge import LEDGER, judge_pairs, load_campaign
     from ablation.stats import SIGNIFICANCE
 
-    if action == "report":
-        if command.plan_file is None or command.out:
-            raise UserError("report needs the folder of a comparison, such as runs/ablation-norms.")
-        folder = find_plan(command.plan_file).parent
-        print(printable(f"written: {report.write(study.load(folder), folder)}"))
+    if command is None:
+        if len(arguments) != 1:
+            raise UserError("report needs one folder of results, such as runs/ablation-norms.")
+        if (Path(arguments[0]) / LEDGER).is_file():
+            path = load_campaign(Path(arguments[0])).write_report()
+        else:
+            folder = find_plan(arguments[0]).parent
+            path = report.write(study.load(folder), folder)
+        print(printable(f"written: {path}"))
         return 0
-    plan, folder = command.plan, command.out or Path("runs") / f"ablation-{command.plan.name}"
-    level, campaign = SIGNIFICANCE if action == "judge" else None, None
+    plan = command.plan
+    folder = command.out or Path("runs") / f"ablation-{plan.name}"
+    level = SIGNIFICANCE if action == "judge" else None
+    campaign = None
     try:
         with locked(command.campaign) if command.campaign and not command.dry_run else contextlib.nullcontext():
             if command.campaign:
                 campaign = load_campaign(command.campaign, command.fdr, command.adopt)
-                folder, level = campaign.idea_folder(plan.name), campaign.level
+                folder = campaign.idea_folder(plan.name)
+                level = campaign.level
                 plan = dataclasses.replace(plan, first_seed=campaign.first_seed)
             if command.pairs:
                 judge_pairs(command.pairs, campaign)
                 return 0
             status = execute.compare(plan, folder, command.device, command.jobs, command.ray, level, command.dry_run)
             if campaign and not status and not command.dry_run:
-                campaign.add(*plan.all_arms, [*plan.phase_seeds["final"]], read_json(folder / report.VERDICT))
+                result = read_json(folder / report.JUDGE_RESULT)
+                campaign.add(*plan.all_arms, [*plan.phase_seeds["final"]], result)
             return status
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the process has ended

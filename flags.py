@@ -8,7 +8,7 @@ import io
 import itertools
 import re
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, get_args
 
 import msgspec
 import tyro
@@ -34,16 +34,21 @@ def optional(metavar: str, **options: object) -> object:
 OptionalInt = Annotated[PositiveInt | None, optional("INT")]
 
 
+def convert(name: str, value: object, kind: Any, *, strict: bool = True) -> Any:
+    """The value of a setting as its type; `UserError` for a value of another type or out of range."""
+    try:
+        return msgspec.convert(value, kind, strict=strict)
+    except msgspec.ValidationError as error:
+        choices = [choice for choice in get_args(kind) if isinstance(choice, str)]
+        reason = f"Expected {', '.join(choices)}" if choices else error
+        raise UserError(f"{name} is {value!r}: {reason}.{nearest(str(value), choices)}") from None
+
+
 def check_fields(table: object) -> None:
-    """Convert each field of a dataclass to its type; `UserError` for a value of another type or out of range."""
+    """Convert each field of a dataclass to its type."""
     for field in dataclasses.fields(table):
-        value = getattr(table, field.name)
-        try:
-            object.__setattr__(table, field.name, msgspec.convert(value, field.type))  # it is frozen
-        except msgspec.ValidationError as error:
-            choices = get_args(field.type) if get_origin(field.type) is Literal else ()
-            reason = f"Expected {', '.join(choices)}" if choices else error
-            raise UserError(f"{field.name} is {value!r}: {reason}.{nearest(str(value), choices)}") from None
+        value = convert(field.name, getattr(table, field.name), field.type)
+        object.__setattr__(table, field.name, value)  # it is frozen
 
 
 def parse_flags(kind: Callable, **options: object) -> Any:

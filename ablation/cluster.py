@@ -1,4 +1,4 @@
-"""The runs of a comparison on a Ray cluster, which repeats killed ones. Only this process writes rows."""
+"""The runs of a plan on a Ray cluster, which repeats killed ones. Only this process writes rows."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -15,10 +15,7 @@ EXCLUDED = [".git", ".cache", "runs", "tests", "docs", "studies", "speed"]  # wh
 
 
 def join(experiment, address: str) -> Callable[[Run, str], Future]:
-    """Make GPUs, or CPUs without any, of a cluster's most frequent model the workers of an `execute.Experiment`.
-
-    Returns the `start` of `execute`.
-    """
+    """Make the GPUs, else CPUs, of a cluster's most frequent model the workers; returns the `start` of `execute`."""
     root = str(Path(__file__).parent.parent)
     ray.init(address, runtime_env={"working_dir": root, "excludes": EXCLUDED}, log_to_driver=False)
     kind, torch_device = ("GPU", "cuda") if ray.cluster_resources().get("GPU") else ("CPU", "cpu")

@@ -1,10 +1,11 @@
-"""Carry out a comparison: do the runs that its schedule wants, and report. Each run has a process of its own, and each
-device one run at a time. A run that raises or is killed is a row with status "failed" and costs nothing else.
+"""Carry out a plan: do the runs that are still wanted, and report. Each run has its own process, each worker one run.
+A run that raises or is killed is a row with status "failed" and costs nothing else.
 """
 
 import contextlib
 import dataclasses
 import functools
+import io
 import json
 import multiprocessing
 import multiprocessing.resource_tracker
@@ -12,7 +13,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -22,11 +24,10 @@ import torch
 from tqdm import tqdm
 
 from ablation import report
-from ablation.judge import LOOKS, pairs_of_looks, summary
-from ablation.plan import Plan, Run, arm_settings, load_plan, run_settings, save_plan
+from ablation.judge import LOOKS, pairs_of_looks, result_of_look
+from ablation.plan import Plan, Run, arm_settings, load_plan, replace_settings, run_settings, save_plan
 from ablation.records import Row, append, append_rows, as_table, read_rows
 from ablation.run import commit, device_model, settings_hash, train_run
-from ablation.settings import replace_settings
 from ablation.study import Study
 from errors import UserError, printable, usable_cores
 from files import locked, replace_text
@@ -38,7 +39,7 @@ from training.optimizer import freeze_parameters
 
 @dataclass
 class Experiment:
-    """A comparison: its plan, what has been measured so far, and what its runs are made on."""
+    """A plan in its folder: the runs that have ended, and what further ones are made on."""
 
     plan: Plan
     folder: Path
@@ -53,7 +54,8 @@ class Experiment:
 
     def add(self, run: Run, future: Future) -> None:
         """Append the row of a run that has ended. One on another device or text than earlier runs has failed."""
-        texts, reason = {row.text_hash for row in self.rows} - {""}, None
+        texts = {row.text_hash for row in self.rows} - {""}
+        reason = None
         try:
             row = future.result()
             row = dataclasses.replace(row, commit=row.commit or commit())  # a cluster gets the code without git
@@ -73,8 +75,8 @@ class Experiment:
 
 
 def local_workers(torch_device: str, jobs: int | None) -> list[str]:
-    """The torch device of each. For auto: GPUs of one model, as arms of a seed share it, else MPS, else the cores. With
-    more jobs than GPUs, several share one: a small model leaves it mostly idle.
+    """The torch device of each worker. For auto: GPUs of one model, as arms of a seed share it, else MPS, else cores.
+    With more jobs than GPUs, several share one: a small model leaves it mostly idle.
     """
     if jobs is not None and jobs < 1:
         raise UserError(f"--jobs {jobs} must be at least 1.")
@@ -92,7 +94,7 @@ def load_experiment(plan: Plan, folder: Path, torch_device: str = "auto", jobs: 
     """The experiment of a folder with its finished runs; those that failed are forgotten and made again."""
     rows = [row for row in read_rows(folder) if row.status != "failed"]
     if rows and not {row.arm for row in rows} & {*plan.all_arms}:
-        raise UserError(f"{folder} has the runs of another comparison; give another --out.")
+        raise UserError(f"{folder} has the runs of another plan; give another --out.")
     for row in rows:
         if row.arm in plan.all_arms and settings_hash(run_settings(plan, row)) != row.settings_hash:
             raise UserError(f"a finished run ({row}) of {folder} had other settings; give another --out.")
@@ -101,17 +103,18 @@ def load_experiment(plan: Plan, folder: Path, torch_device: str = "auto", jobs: 
     return Experiment(plan, folder, workers, device_model(workers[0]), threads, rows)
 
 
-def execute(experiment: Experiment, start: Callable[[Run, str], Future] | None = None) -> None:
+def execute(experiment: Experiment, start: Callable[[Run, str], Future]) -> None:
     """Do all runs that are wanted, each begun by `start`, and again those of unfinished seeds on other hardware."""
-    start, here = start or functools.partial(start_process, experiment), experiment.device
-    unfinished = {(run.phase, run.seed) for run in experiment.study.schedule.remaining}
-    experiment.rows = [r for r in experiment.rows if r.device == here or (r.phase, r.seed) not in unfinished]
-    free, running = [*experiment.workers], {}
+    unfinished = {(run.phase, run.seed) for run in experiment.study.remaining}
+    here = experiment.device
+    experiment.rows = [row for row in experiment.rows if row.device == here or (row.phase, row.seed) not in unfinished]
+    free = [*experiment.workers]
+    running: dict[Future, tuple[Run, str]] = {}
     bar = tqdm(unit="run", initial=len(experiment.rows), dynamic_ncols=True, disable=None)
     try:
         while True:
             started = {run for run, _ in running.values()}
-            waiting = [run for run in experiment.study.schedule.remaining if run not in started]
+            waiting = [run for run in experiment.study.remaining if run not in started]
             bar.total = len(experiment.rows) + len(running) + len(waiting)
             bar.refresh()
             for run in waiting[: len(free)]:
@@ -135,12 +138,13 @@ def execute(experiment: Experiment, start: Callable[[Run, str], Future] | None =
 def write_plan(experiment: Experiment) -> None:
     """Write plan.toml; append to changes.jsonl what differs from the plan under which the finished runs were made."""
     experiment.folder.mkdir(parents=True, exist_ok=True)
-    path, now, count = experiment.folder / "plan.toml", dataclasses.asdict(experiment.plan), len(experiment.rows)
+    path = experiment.folder / "plan.toml"
+    after = dataclasses.asdict(experiment.plan)
     before = dataclasses.asdict(load_plan(path)) if path.is_file() else {}
-    changed = [name for name in before if before[name] != now[name]]
+    changed = [name for name in before if before[name] != after[name]]
     for name in changed if experiment.rows else ():
-        change = {"field": name, "before": str(before[name]), "after": str(now[name]), "finished_runs": count}
-        append(experiment.folder / "changes.jsonl", change)
+        change = {"field": name, "before": str(before[name]), "after": str(after[name])}
+        append(experiment.folder / "changes.jsonl", change | {"finished_runs": len(experiment.rows)})
     if changed or not before:  # else it keeps its comments
         save_plan(experiment.plan, path)
 
@@ -157,35 +161,28 @@ def prepare_process() -> None:
 
 
 def start_process(experiment: Experiment, run: Run, torch_device: str) -> Future:
-    """Begin a run in a fresh process, to which no Ctrl-C comes, as this one ends it; one that comes meanwhile waits."""
+    """Begin a run in a fresh process. Ctrl-C and SIGTERM do not reach it, as this one ends it, and wait meanwhile."""
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=prepare_process)
-    with interrupts_blocked():  # the process inherits that
-        future = pool.submit(train_run, experiment.plan, run, torch_device, experiment.threads, len(experiment.workers))
+    stops = {signal.SIGINT, signal.SIGTERM}
+    can_block = hasattr(signal, "pthread_sigmask")  # not on Windows
+    if can_block:  # which the process inherits
+        multiprocessing.resource_tracker.ensure_running()  # before, as its start would let them through again
+        signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+    future = pool.submit(train_run, experiment.plan, run, torch_device, experiment.threads, len(experiment.workers))
+    if can_block:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
     pool.shutdown(wait=False)
     return future
 
 
-@contextlib.contextmanager
-def interrupts_blocked() -> Iterator[None]:
-    """Let a Ctrl-C wait until this block has ended. On Windows, which cannot, it does not wait."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    multiprocessing.resource_tracker.ensure_running()  # before, as its start lets Ctrl-C through again
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def judge(experiment: Experiment, level: float, start: Callable[[Run, str], Future] | None = None) -> dict:
-    """Train pairs, as `execute` does, until the verdict at a two-sided level; looks before it are printed as JSON."""
-    plan, looks = experiment.plan, pairs_of_looks(experiment.plan.seeds)
+def train_until_verdict(experiment: Experiment, level: float, start: Callable[[Run, str], Future]) -> dict:
+    """`execute` the pairs of one look after another until one decides; print what looks before it say as JSON."""
+    plan = experiment.plan
+    looks = pairs_of_looks(plan.seeds)
     for look, pairs in enumerate(looks, 1):
         experiment.plan = dataclasses.replace(plan, seeds=pairs)
         execute(experiment, start)
-        result = summary(experiment.study, look, looks, level)
+        result = result_of_look(experiment.study, look, looks, level)
         if result["verdict"] != "inconclusive" or result["pairs"] < pairs or look == len(looks):
             break
         print(json.dumps(result), flush=True)
@@ -193,48 +190,59 @@ def judge(experiment: Experiment, level: float, start: Callable[[Run, str], Futu
     return result
 
 
-def estimate_run(experiment: Experiment, torch_device: str) -> None:
-    """Print what a run of the first arm needs, its time from a few steps, and that of all runs that remain."""
-    settings = arm_settings(experiment.plan, next(iter(experiment.plan.all_arms.values())))
+def estimate_runs(experiment: Experiment, torch_device: str) -> None:
+    """Print what a run of the first arm needs, what differs of others, and the time of all runs that can start."""
     torch.set_num_threads(experiment.threads or torch.get_num_threads())
-    runs, workers = len(experiment.study.schedule.remaining), len(experiment.workers)
-    print("one run:", flush=True)
-    seconds = estimate(replace_settings(settings, {"device": torch_device})) * runs / workers
-    print(f"all runs that can start: {runs}, {workers} at once, about {format_time(seconds)} of training")
+    runs = Counter(run.arm for run in experiment.study.remaining)
+    seconds = 0.0
+    lines_of_first: list[str] = []
+    for name, arm in experiment.plan.all_arms.items():
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            settings = replace_settings(arm_settings(experiment.plan, arm), {"device": torch_device})
+            seconds += runs[name] * estimate(settings)
+        lines = output.getvalue().splitlines()
+        print(f"a run of {name}:", *(line for line in lines if line not in lines_of_first), sep="\n", flush=True)
+        lines_of_first = lines_of_first or lines
+    workers = len(experiment.workers)
+    duration = format_time(seconds / workers)
+    print(f"all runs that can start: {runs.total()}, {workers} at once, about {duration} of training")
 
 
 def compare(
-    plan: Plan, folder: Path, device: str, jobs: int | None, ray: str | None, level: float | None, dry_run: bool
+    plan: Plan, folder: Path, torch_device: str, jobs: int | None, ray: str | None, level: float | None, dry_run: bool
 ) -> int:
-    """Train the runs that are missing, and report, or judge at a level; returns the exit status. ray: an address."""
-    if level is not None:
-        arms, pairs = len(plan.all_arms), 2 * LOOKS
-        if arms != 2 or plan.seeds < pairs:
-            raise UserError(f"judge needs 2 arms and --seeds {pairs} or more; here are {arms}, --seeds {plan.seeds}.")
-    for settings in (arm_settings(plan, arm) for arm in plan.all_arms.values()):
+    """Train the runs that are missing, or with a level until a verdict, and report; returns the exit status."""
+    minimum = 2 * LOOKS
+    if level is not None and (len(plan.all_arms) != 2 or plan.seeds < minimum):
+        here = f"here are {len(plan.all_arms)}, --seeds {plan.seeds}"
+        raise UserError(f"judge needs 2 arms and --seeds {minimum} or more; {here}.")
+    for arm in plan.all_arms.values():
+        settings = arm_settings(plan, arm)
         with torch.device("meta"):  # no memory
             freeze_parameters(Decoder(settings.model), settings.run.freeze)
     with contextlib.nullcontext() if dry_run else locked(folder):
-        experiment, start = load_experiment(plan, folder, device, jobs), None
+        experiment = load_experiment(plan, folder, torch_device, jobs)
+        start = functools.partial(start_process, experiment)
         if ray is not None:
             from ablation import cluster
 
             start = cluster.join(experiment, ray)
         print(report.describe(experiment.study, len(experiment.workers)), flush=True)
         if dry_run:
-            estimate_run(experiment, device)
+            estimate_runs(experiment, torch_device)
             return 0
         if level is not None:
-            lines = [json.dumps(judge(experiment, level, start))]
-            replace_text(folder / report.VERDICT, f"{lines[0]}\n")
+            result = json.dumps(train_until_verdict(experiment, level, start))
+            replace_text(folder / report.JUDGE_RESULT, f"{result}\n")
+            last_lines = [result]
         else:
-            (folder / report.VERDICT).unlink(missing_ok=True)  # of fewer pairs
+            (folder / report.JUDGE_RESULT).unlink(missing_ok=True)  # of fewer pairs
             write_plan(experiment)
             execute(experiment, start)
-            lines = report.headline(experiment.study)
+            last_lines = report.headline(experiment.study)
         path = report.write(experiment.study, folder)
     failed = [row for row in experiment.rows if row.status == "failed"]
     for row in failed:
         print(printable(f"failed: {row}: {row.reason}"), file=sys.stderr)
-    print(printable(f"report: {path}"), *lines, sep="\n")
+    print(printable(f"report: {path}"), *last_lines, sep="\n")
     return 1 if failed else 0

@@ -1,29 +1,49 @@
-"""Keep or discard a change: two arms, and pairs of runs until a group-sequential test can say which.
+"""Keep or discard a change, by pairs of runs until a group-sequential test can say which; campaigns of many changes.
 
-After each fifth of the pairs the p-value of a t-test is compared with that of the boundary of O'Brien and Fleming
-(1979, Biometrics 35): |z| = C sqrt(5 / k) at the k-th of five looks, where C = 2.040 for a two-sided level of 5%
-(Jennison and Turnbull 2000, Group Sequential Methods, table 2.3 and section 4.4). docs/compare.md has the error rates.
+At each of five looks, the p-value of a t-test is compared with that of the boundary of O'Brien and Fleming (1979,
+Biometrics 35): |z| = C sqrt(5 / k) at look k, where C = 2.040 for a two-sided level of 5% (Jennison and Turnbull 2000,
+Group Sequential Methods, table 2.3 and section 4.4). docs/compare.md has the error rates.
+
+In a campaign, a folder whose campaign.jsonl (the ledger) has a line for each verdict, a share of `fdr` at most of the
+ideas that are kept does nothing, in expectation and as far as the p-values hold, which a t-test gives for differences
+that are about normal. Idea t is kept wrongly with a probability of at most fdr * 10 / ((t + 9) (t + 10)) * (1 + keeps
+before it); the middle factor adds up to 1 over all t (LOND: Javanmard and Montanari 2015, arXiv 1502.06197). Any number
+of ideas may follow from any verdicts, as long as this holds given all that happened before: so each has new seeds.
 """
 
 import functools
+import json
 import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
+import msgspec
 import numpy as np
+import pandas as pd
 from scipy import optimize, special
 
-from ablation.stats import mean_effect, six_digits, standard_error
+from ablation.records import append, read_lines
+from ablation.report import in_words, save_table, table
+from ablation.stats import SIGNIFICANCE, mean_effect, six_digits, standard_error
 from ablation.study import Study
+from errors import UserError, reading
+from files import replace_text
 
 LOOKS = 5
+LEDGER = "campaign.jsonl"
 
 
 def crossing_probability(constant: float, looks: int) -> float:
-    """How often |z| reaches constant * sqrt(looks / k) at a look k without a difference (Armitage et al. 1969)."""
+    """How often |z| reaches constant * sqrt(looks / k) at any look k if nothing differs (Armitage et al. 1969)."""
     limit = constant * math.sqrt(looks)  # of z sqrt(k), a sum of k normal steps; its density is integrated by look
     nodes, weights = np.polynomial.legendre.leggauss(100)
-    sums, weights = limit * nodes, limit * weights
+    weights = limit * weights
+    sums = limit * nodes
     step = np.exp(-((sums[:, None] - sums) ** 2) / 2) / math.sqrt(2 * math.pi) * weights
-    density, crossed = np.exp(-(sums**2) / 2) / math.sqrt(2 * math.pi), 2 * special.ndtr(-limit)
+    density = np.exp(-(sums**2) / 2) / math.sqrt(2 * math.pi)
+    crossed = 2 * special.ndtr(-limit)
     for _ in range(looks - 1):
         crossed += (weights * density) @ (special.ndtr(sums - limit) + special.ndtr(-sums - limit))
         density = step @ density
@@ -37,37 +57,171 @@ def boundary(level: float, looks: int) -> float:
 
 
 def pairs_of_looks(maximum: int) -> list[int]:
-    """Pairs that there are at each look; the last has the maximum."""
+    """The pairs at each look; at the last the maximum."""
     return [maximum * look // LOOKS for look in range(1, LOOKS + 1)]
 
 
-def verdict(differences: np.ndarray, look: int, looks: list[int], level: float) -> dict:
+def decide(differences: np.ndarray, look: int, looks: list[int], level: float) -> dict:
     """What the pairs of a look (from 1) say at a two-sided level; p: the smallest level at which they would decide."""
-    n, share, mean = len(differences), look / len(looks), differences.mean()
-    limit = boundary(level, len(looks)) / math.sqrt(share)
+    n = len(differences)
+    mean = differences.mean()
+    share = look / len(looks)
+    limit = boundary(level, len(looks)) / math.sqrt(share)  # of |z|
     reach = -special.stdtrit(n - 1, special.ndtr(-limit)) * standard_error(differences)
     z = -special.ndtri(max(mean_effect("", differences, "").p / 2, 1e-300))
-    word = "inconclusive" if abs(mean) <= reach else "keep" if mean < 0 else "discard"
-    decided = "not decided" if word == "inconclusive" else "decided"
     p = crossing_probability(z * math.sqrt(share), len(looks))
+    verdict = "inconclusive" if abs(mean) <= reach else "keep" if mean < 0 else "discard"
+    decided = "not decided" if verdict == "inconclusive" else "decided"
     p, mean, low, high = map(six_digits, (p, mean, mean - reach, mean + reach))
-    result = {"verdict": word, "reason": f"{decided} after {n} of at most {looks[-1]} pairs", "difference": mean}
-    return result | {"interval": [low, high], "p": p, "looks": looks[:look]}
+    result = {"verdict": verdict, "reason": f"{decided} after {n} of at most {looks[-1]} pairs", "difference": mean}
+    return result | {"interval": [low, high], "p": p, "looks": looks[:look], "level": six_digits(level)}
 
 
-def summary(study: Study, look: int, looks: list[int], level: float) -> dict:
-    """What is known at a look, for people and programs. `interval` is of this look, as in `verdict`."""
+def result_of_look(study: Study, look: int, looks: list[int], level: float) -> dict:
+    """What judge prints: `decide` on the final pairs, or why it cannot be asked."""
     base, arm = study.plan.all_arms
     differences = np.array(study.comparisons[0].differences if study.comparisons else [])
-    rows = [study.schedule.rows_of("final", name) for name in (base, arm)]
-    base_diverged, arm_diverged = ((rows_of_arm.status == "diverged").any() for rows_of_arm in rows)
+    diverged = [name for name in (base, arm) if (study.rows_of("final", name).status == "diverged").any()]
     result = {"verdict": "inconclusive", "reason": "runs did not complete, or the hours are used up"}
-    result |= {"difference": None, "interval": None, "p": 1.0, "looks": [], "steps": None}
-    if arm_diverged and not base_diverged:
+    result |= {"difference": None, "interval": None, "p": 1.0, "looks": [], "level": six_digits(level), "steps": None}
+    if diverged == [arm]:
         result |= {"verdict": "discard", "reason": f"{arm} diverged"}
     elif len(differences) == looks[look - 1]:
-        result |= verdict(differences, look, looks, level)
+        result |= decide(differences, look, looks, level)
         result["steps"] = study.in_steps(base, result["difference"], result["interval"])
-    result |= {"level": six_digits(level), "a": base, "b": arm, "pairs": len(differences), "unit": study.unit}
     hours = (study.rows.seconds / study.rows.workers).sum() / 3600
-    return result | {"learning_rates": study.schedule.chosen_learning_rates, "hours": six_digits(hours)}
+    result |= {"a": base, "b": arm, "pairs": len(differences), "unit": study.unit}
+    return result | {"learning_rates": study.chosen_learning_rates, "hours": six_digits(hours)}
+
+
+def lond_level(fdr: float, number: int, keeps: int) -> float:
+    return fdr * 10 / ((number + 9) * (number + 10)) * (1 + keeps)
+
+
+@dataclass(frozen=True)
+class LedgerLine:
+    baseline: str  # settings of a, or "default"
+    idea: str  # settings of b
+    seeds: list[int]  # also those that an early verdict left unused
+    looks: list[int]  # pairs at each
+    p: float  # two-sided: the smallest level at which the last look would have decided
+    level: float  # two-sided
+    verdict: Literal["keep", "discard", "inconclusive"]
+    difference: float | None
+    interval: list[float] | None
+    steps: dict | None  # the difference as `Study.in_steps`
+    fdr: float
+    next_baseline: str
+    unit: str = ""  # of the difference; empty in older ledgers
+
+
+@dataclass(frozen=True)
+class Campaign:
+    folder: Path
+    fdr: float
+    adopt: bool  # whether an idea that is kept becomes the next baseline
+    ledger: list[LedgerLine]
+
+    @property
+    def level(self) -> float:
+        """The two-sided level of the next idea: twice the probability of a wrong keep."""
+        keeps = sum(line.verdict == "keep" for line in self.ledger)
+        return 2 * lond_level(self.fdr, len(self.ledger) + 1, keeps)
+
+    @property
+    def baseline(self) -> str:
+        """The settings with which the next idea is compared; "default" are those of the config."""
+        return self.ledger[-1].next_baseline if self.ledger else "default"
+
+    @property
+    def first_seed(self) -> int:
+        """The first seed of the next idea, above the seeds of earlier ideas, of sweeps and of pilots."""
+        return 1 + max([3000, *(max(line.seeds) for line in self.ledger)])
+
+    def idea_folder(self, name: str) -> Path:
+        """The folder of the runs of the next idea; `UserError` where another idea has begun and has no verdict."""
+        folder = self.folder / f"{len(self.ledger) + 1:03d}-{name}"
+        for rows in self.folder.glob(f"{folder.name[:4]}*/runs.jsonl"):
+            if rows.parent != folder:
+                raise UserError(f"{rows.parent} has no verdict; repeat the command that began it, or delete it.")
+        return folder
+
+    def add(self, baseline: str, idea: str, seeds: list[int], result: dict) -> None:
+        """Append what judge said of an idea to the ledger, and write the report."""
+        following = idea if self.adopt and result["verdict"] == "keep" else baseline
+        own = {"baseline": baseline, "idea": idea, "seeds": seeds, "fdr": self.fdr, "next_baseline": following}
+        self.ledger.append(msgspec.convert(result | own, LedgerLine))
+        append(self.folder / LEDGER, vars(self.ledger[-1]))
+        self.write_report()
+
+    def write_report(self) -> Path:
+        """Write report.md, whose path is returned: the ideas in order, also as CSV and LaTeX; the level of the next."""
+        ideas = pd.DataFrame(self.ledger)
+        ideas = ideas.assign(low=ideas.interval.str[0], high=ideas.interval.str[1], worth=ideas.steps.map(in_words))
+        columns = ["idea", "baseline", "verdict", "unit", "difference", "low", "high", "worth", "looks", "p", "level"]
+        rows = ideas[columns].to_dict("records")
+        save_table(self.folder / "ideas", rows)
+        keeps = "; ".join(line.idea for line in self.ledger if line.verdict == "keep")
+        text = f"Kept: {keeps or 'nothing'}. On average at most {self.fdr:.0%} of what is kept does nothing, if "
+        text += "differences are about normal (docs/compare.md has what happens otherwise). "
+        text += f"The level of the next idea, against {self.baseline}, is {self.level:.3g}. "
+        text += "Difference, low, high: loss of the idea minus that of its baseline, and the interval of its last look."
+        path = self.folder / "report.md"
+        replace_text(path, f"# {self.folder.name}\n\n{text}\n\n{table(rows)}\n")
+        return path
+
+
+def load_campaign(folder: Path, fdr: float | None = None, adopt: bool = False) -> Campaign:
+    """The campaign of a folder, which need not exist. fdr: 0.1 by default, and fixed by the first line."""
+    ledger = read_lines(folder / LEDGER, LedgerLine)
+    fixed = ledger[0].fdr if ledger else fdr or 0.1
+    if not 0 < fixed < 1:
+        raise UserError(f"--fdr {fixed:g} must be above 0 and below 1.")
+    if fdr not in (None, fixed):
+        raise UserError(f"--fdr {fdr:g}: {folder} began with {fixed:g}, which holds for all its ideas.")
+    return Campaign(folder, fixed, adopt, ledger)
+
+
+def read_pairs(path: Path) -> dict[str, pd.Series]:
+    """By idea the loss of b minus that of a, by seed, from a table of losses: CSV, or (.jsonl) lines of JSON."""
+    columns = ["idea", "seed", "arm", "loss"]
+    with reading(path, f"it needs rows with the columns {', '.join(columns)}"):
+        rows = pd.DataFrame(read_lines(path)) if path.suffix == ".jsonl" else pd.read_csv(path)
+        rows = rows[columns]
+    for name in ("seed", "loss"):
+        rows[name] = pd.to_numeric(rows[name], errors="coerce")
+    problems = {
+        "it has no idea, or an arm other than a and b": rows.idea.isna() | ~rows.arm.isin(["a", "b"]),
+        "the seed is not a whole number, or the loss not finite": (rows.seed % 1 != 0) | ~np.isfinite(rows.loss),
+        "an earlier row has this idea, seed and arm": rows.duplicated(columns[:3]),
+        "the seed has no run of the other arm": ~rows.duplicated(columns[:2], keep=False),
+        "the idea has one pair, and needs two or more": rows.groupby("idea").seed.transform("size") < 4,
+    }
+    for problem, wrong in problems.items():
+        if wrong.any():
+            raise UserError(f"{path}, row {wrong.argmax() + 1}: {problem}.")
+    losses = rows.pivot_table("loss", ["idea", "seed"], "arm", sort=False)
+    return {str(idea): (pairs.b - pairs.a).droplevel(0) for idea, pairs in losses.groupby(level=0, sort=False)}
+
+
+def judge_pairs(path: Path, campaign: Campaign | None) -> None:
+    """Print verdicts on a table of losses as JSON: one test of all pairs of an idea; without those in the ledger."""
+    ideas = read_pairs(path)
+    ledger = campaign.ledger if campaign else []
+    idea_by_seed = {seed: line.idea for line in ledger for seed in line.seeds}
+    judged_seeds = {*idea_by_seed}
+    for idea, pairs in ideas.items() if campaign else ():
+        for seed in map(int, pairs.index):
+            other = idea_by_seed.setdefault(seed, idea)
+            if other != idea:
+                raise UserError(f"{path}: {idea} and {other} share seed {seed}; each idea needs its own.")
+    for idea, pairs in ideas.items():
+        seeds = sorted(map(int, pairs.index))
+        if seeds[0] in judged_seeds:
+            print(f"{idea} has a verdict: {campaign.folder / 'report.md'}", file=sys.stderr)
+            continue
+        result = decide(pairs.to_numpy(), 1, [len(seeds)], campaign.level if campaign else SIGNIFICANCE)
+        result |= {"steps": None, "b": idea, "unit": f"that of {path.name}"}
+        if campaign:
+            campaign.add(campaign.baseline, idea, seeds, result)
+        print(json.dumps(result), flush=True)

@@ -1,26 +1,63 @@
-"""What a comparison compares, fixed before it runs. In a seed, all arms read the same batches. Imports no torch."""
+"""What is compared, fixed before the first run: arms, which are sets of settings of train.py, seeds and learning rates.
+All arms of a seed read the same batches. Imports no torch.
+"""
 
 import dataclasses
 import functools
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
+import tomli_w
 from msgspec import Meta
 from tyro.conf import Suppress, arg
 
-from ablation.settings import base_settings, label, read_value, replace_settings
 from errors import UserError
 from files import read_toml, replace_text
-from flags import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_fields, nearest, optional
-from training.settings import CONFIGS, Settings, read_table
+from flags import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_fields, convert, nearest, optional
+from training.settings import CONFIGS, Settings, config_path, load_settings, read_table
 
 STUDIES = CONFIGS.parent / "studies"
 MAX_SEEDS = 500  # final runs of an arm
 JUDGED_PAIRS = 20  # without --seeds, the most that `judge` trains
 EVALUATIONS = 12  # along a run
 SWEEP_FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # multiples of the config's learning rate that a sweep tries
+OF_A_RUN = ("seed", "out", "device", "evaluate_every")  # settings that no arm can have
+SETTINGS = [setting for table in dataclasses.fields(Settings) for setting in dataclasses.fields(table.type)]
+TYPES = {setting.name: setting.type for setting in SETTINGS if setting.name not in OF_A_RUN}  # names are unique
+
+
+def read_value(name: str, value: object) -> Any:
+    """The value of a setting of an arm, from a TOML file or as text."""
+    if name not in TYPES:
+        raise UserError(f"{name} is not a setting that arms can have.{nearest(name, TYPES)}")
+    if get_origin(TYPES[name]) is tuple and isinstance(value, str):
+        value = [value] if value else []
+    return convert(name, value, TYPES[name], strict=False)
+
+
+def label(name: str, value: object) -> str:
+    """A setting as a part of an arm's name: layer, attention_bias, no attention_bias, weight_decay=0.5."""
+    if isinstance(value, bool):
+        return name if value else f"no {name}"
+    if isinstance(value, tuple):
+        return f"{name}={' '.join(map(str, value))}" if value else f"no {name}"
+    return value if isinstance(value, str) else f"{name}={value}"
+
+
+@functools.cache
+def base_settings(config: str) -> Settings:
+    """The settings of a configuration, read once."""
+    return load_settings(config_path(config))
+
+
+def replace_settings(settings: Settings, changes: dict[str, Any]) -> Settings:
+    """The settings with those values changed."""
+    tables = {}
+    for name, table in vars(settings).items():
+        tables[name] = dataclasses.replace(table, **{key: changes[key] for key in vars(table) if key in changes})
+    return Settings(**tables)
 
 
 @dataclass(frozen=True)
@@ -32,12 +69,13 @@ class Arm:
 
 @dataclass(frozen=True)
 class Plan:
-    """`arms` has settings by arm, the baseline first. Every arm gets every combination of the values in `vary`, whose
-    first setting makes the arms where there are no others. Comments are the help of flags.
-    """
+    """The runs: what they share, how many there are, and at which learning rates."""  # as the help of flags
 
     name: Annotated[str, Suppress] = "norms"
-    arms: Annotated[dict[str, dict[str, Any]], Suppress] = field(default_factory=dict)
+    arms: Annotated[dict[str, dict[str, Any]], Suppress] = field(
+        default_factory=dict
+    )  # settings by arm, baseline first
+    # Every arm gets every combination of these values; without `arms`, the first setting makes them.
     vary: Annotated[dict[str, list[Any]], Suppress] = field(default_factory=dict)
     titles: Annotated[dict[str, str], Suppress] = field(default_factory=dict)  # in documents, by choice in `vary`
     config: str = "ablation"  # What the arms share: a TOML file, or a name in configs/
@@ -68,7 +106,8 @@ class Plan:
     @functools.cached_property
     def all_arms(self) -> dict[str, Arm]:
         """Every combination of `arms` and `vary`, by name. A baseline is the first arm of its combination."""
-        arms, vary = self.arms, [[(name, value) for value in values] for name, values in self.vary.items()]
+        arms = self.arms
+        vary = [[(name, value) for value in values] for name, values in self.vary.items()]
         if not arms and vary:
             arms = {label(name, value): {name: value} for name, value in vary.pop(0)}
         combined: dict[str, Arm] = {}
@@ -87,9 +126,10 @@ class Plan:
 
     @functools.cached_property
     def candidate_learning_rates(self) -> dict[str, tuple[float, ...]]:
-        """By arm its learning rate, or those, ascending, of which a sweep chooses one."""
-        default, rates = base_settings(self.config).optimizer.learning_rate, tuple(sorted({*self.learning_rates}))
+        """The learning rates by arm: one, or several in ascending order from which a sweep chooses."""
+        rates = tuple(sorted({*self.learning_rates}))
         if not rates:
+            default = base_settings(self.config).optimizer.learning_rate
             norms = {self.value(arm, "norm") for arm in self.all_arms.values()}
             needs_sweep = {"norm_placement", "mlp", "optimizer"} & {*self.varied}  # their best rates differ
             if "norm" in self.varied and norms - {"rms", "layer"}:
@@ -136,9 +176,9 @@ def arm_settings(plan: Plan, arm: Arm) -> Settings:
     """The settings of an arm's runs, but for seed and learning rate."""
     given = {"steps": plan.steps} if plan.steps else {}
     settings = replace_settings(base_settings(plan.config), given | arm.settings)
-    steps, warmup = settings.optimizer.steps, settings.optimizer.warmup_steps
-    schedule = {"warmup_steps": min(warmup, max(steps // 10, 1)), "evaluate_every": max(1, steps // EVALUATIONS)}
-    return replace_settings(settings, schedule)
+    steps = settings.optimizer.steps
+    warmup = min(settings.optimizer.warmup_steps, max(steps // 10, 1))
+    return replace_settings(settings, {"warmup_steps": warmup, "evaluate_every": max(1, steps // EVALUATIONS)})
 
 
 def run_settings(plan: Plan, run: Run) -> Settings:
@@ -152,12 +192,13 @@ def find_plan(name: str) -> Path:
         if path.is_file():
             return path
     if Path(name).is_dir():
-        raise UserError(f"{name} has no plan.toml; give the folder of a comparison, such as runs/ablation-norms.")
+        inside = [str(path.parent) for path in sorted(Path(name).glob("*/plan.toml"))] or ["runs/ablation-norms"]
+        raise UserError(f"{name} has no plan.toml; give the folder of one experiment, such as {inside[0]}.")
     studies = [path.parent.name for path in STUDIES.glob("*/plan.toml")]
-    comparisons = sorted(Path("runs").glob("ablation-*"), key=lambda folder: -folder.stat().st_mtime)[:5]
-    listed = f" Newest comparisons: {', '.join(map(str, comparisons))}." if comparisons else ""
-    close = nearest(name, [*studies, "judge", "report", "--quick", *map(str, comparisons)])
-    raise UserError(f"{name} is no file, comparison or study in studies/.{close or listed}")
+    experiments = sorted(Path("runs").glob("ablation-*"), key=lambda folder: -folder.stat().st_mtime)[:5]
+    listed = f" Newest experiments: {', '.join(map(str, experiments))}." if experiments else ""
+    close = nearest(name, [*studies, "judge", "report", "--quick", *map(str, experiments)])
+    raise UserError(f"{name} is no file, experiment or study in studies/.{close or listed}")
 
 
 def load_plan(path: Path) -> Plan:
@@ -168,7 +209,5 @@ def load_plan(path: Path) -> Plan:
 
 def save_plan(plan: Plan, path: Path) -> None:
     """Write a plan that `load_plan` reads, without what is empty."""
-    import tomli_w
-
     values = {name: value for name, value in dataclasses.asdict(plan).items() if value not in (None, (), {})}
     replace_text(path, tomli_w.dumps(values))

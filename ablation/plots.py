@@ -1,7 +1,5 @@
 """The pictures of a report, which can be read at the width of a phone."""
 
-from collections.abc import Sequence
-
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -27,34 +25,34 @@ def panels(height: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
     return figure, every
 
 
-def forest(rows: Sequence[tuple[str, Effect]], xlabel: str, margin: float) -> Figure | None:
+def forest(effects: dict[str, Effect], xlabel: str, margin: float) -> Figure | None:
     """Effects by name: a dot with its 95% interval each; the equivalence margin is shaded. None without effects."""
-    if not rows:
+    if not effects:
         return None
-    figure, [axes] = panels(0.8 + 0.32 * len(rows))
+    figure, [axes] = panels(0.8 + 0.32 * len(effects))
     axes.axvspan(-margin, margin, color=MUTED, alpha=0.2, linewidth=0)
     axes.axvline(0, color=MUTED, linewidth=1)
-    for row, (_, effect) in enumerate(rows):
+    for row, effect in enumerate(effects.values()):
         axes.plot(effect.interval, (row, row), color=COLOURS[0], linewidth=4, alpha=0.45, solid_capstyle="butt")
         axes.plot(effect.estimate, row, "o", color=COLOURS[0], markersize=6)
-    axes.set_yticks(range(len(rows)), [name for name, _ in rows])
-    axes.set(ylim=(len(rows) - 0.5, -0.5), xlabel=xlabel)
+    axes.set_yticks(range(len(effects)), effects)
+    axes.set_ylim(len(effects) - 0.5, -0.5)
+    figure.supxlabel(xlabel, fontsize=9)  # in the middle of the figure: below the axes it would leave it
     axes.locator_params(axis="x", nbins=5)
     return figure
 
 
-def curve_differences(study: Study, arm: str) -> list[tuple[int, Effect]]:
-    """Loss of an arm minus that of its baseline at each step at which all final runs of both were evaluated."""
-    pairs = study.schedule.paired("final", arm)
-    own, base = (pd.DataFrame([*map(dict, curves)]) for curves in (pairs.curve, pairs.curve_base))
-    return [(step, mean_effect(arm, values, study.unit)) for step, values in (own - base).dropna(axis=1).items()]
-
-
 def differences_over_steps(study: Study) -> Figure | None:
     """A panel for each comparison: the mean difference along the runs, and its 95% interval; None without curves."""
-    curves = {c.arm: curve_differences(study, c.arm) for c in study.comparisons}
-    curves = {arm: curve for arm, curve in curves.items() if len(curve) > 1}
-    if not curves or study.schedule.measure != "loss":  # with other tokens, curves in nats are not comparable
+    curves = {}
+    for c in study.comparisons:
+        pairs = study.paired("final", c.arm)
+        own = pd.DataFrame([*map(dict, pairs.curve)])  # a row for each run, a column for each step
+        base = pd.DataFrame([*map(dict, pairs.curve_base)])
+        differences = (own - base).dropna(axis=1)  # at steps at which all final runs of both were evaluated
+        if differences.shape[1] > 1:
+            curves[c.arm] = [(step, mean_effect(c.arm, values, study.unit)) for step, values in differences.items()]
+    if not curves or study.loss_column != "loss":  # with other tokens, curves in nats are not comparable
         return None
     figure, every = panels(0.6 + 1.6 * len(curves), len(curves))
     margin = study.plan.margin
@@ -78,7 +76,7 @@ def differences_over_steps(study: Study) -> Figure | None:
 
 def sweep(study: Study) -> Figure | None:
     """Mean loss of every arm over the learning rates of the sweep, if there is one; no point where a run diverged."""
-    losses = study.schedule.sweep
+    losses = study.sweep
     if losses.empty:
         return None
     figure, [axes] = panels(3.6 + 0.1 * len(losses))

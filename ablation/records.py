@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 import pandas as pd
+import tomli_w
 
 from ablation.plan import Run
 from errors import reading
@@ -73,9 +74,8 @@ def read_lines(path: Path, line_type: type = dict) -> list:
 
 def append_rows(folder: Path, *rows: Row) -> None:
     """Append rows to runs.jsonl, without what has its default, and their machines to machine.toml."""
-    import tomli_w
-
-    path, lines = folder / "machine.toml", []
+    path = folder / "machine.toml"
+    lines = []
     machines = read_toml(path) if path.is_file() else {}
     defaults = {field.name: field.default for field in dataclasses.fields(Row)}
     for row in rows:

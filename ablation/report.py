@@ -17,13 +17,7 @@ from files import read_json, replace_text, replacing
 from model.count import num_norm_parameters, num_parameters
 
 MISSING = "-"
-VERDICT = "verdict.json"  # what judge said last
-PHASES = {
-    "sweep": "to find learning rates",
-    "pilot": "to fix the number of pairs",
-    "rerun": "again from changed initial weights",
-    "final": "in pairs",
-}
+JUDGE_RESULT = "verdict.json"  # what judge said last
 COLUMNS = """p (Holm): of a paired t-test over the seeds, adjusted for the number of comparisons (Holm 1979), as
 intervals are not. p of equivalence: of two one-sided t-tests against the margin, adjusted likewise. std of a pair: of
 the differences over the seeds. Worth: training the baseline that much longer changes its loss as much, by the slope of
@@ -36,42 +30,60 @@ deeper half. Cosine with ones: 1 where all channels of the stream are equal; a m
 
 def describe(study: Study, workers: int) -> str:
     """The plan in words before it runs."""
-    schedule, hours = study.schedule, study.plan.hours
-    rates = [*schedule.sweep.columns] or sorted({*schedule.chosen_learning_rates.values()})
-    sweep = " (a sweep; --lr X leaves it out)" if schedule.sweep_runs else ""
-    pairs = schedule.pairs or "as many as the pilot asks for"
-    phases = Counter(run.phase for run in schedule.remaining)
-    counts = ", ".join(f"{count} {PHASES[phase]}" for phase, count in phases.items())
-    counts = f" ({counts})" if counts else ""
-    later = "" if "final" in phases or not phases else ", and then those in pairs"
+    rates = [*study.sweep.columns] or sorted({*study.chosen_learning_rates.values()})
+    sweep = " (a sweep; --lr X leaves it out)" if study.sweep_runs else ""
+    limit = f"at most {study.plan.hours:g} hours in all, and Ctrl-C stops it until the same command resumes it"
+    phases = Counter(run.phase for run in study.remaining)
+    counts = "; ".join(f"{count} {phase}" for phase, count in phases.items()) or "none"
     return (
         f"arms: {'; '.join(study.plan.all_arms)}\n"
         f"learning rates: {', '.join(map(str, rates))}{sweep}\n"
-        f"final pairs: {pairs}; at most {hours:g} hours in all, and Ctrl-C stops it until the same command resumes it\n"
-        f"runs: {len(study.rows)} done, {len(schedule.remaining)} can start{counts}{later}, {workers} at once"
+        f"final pairs: {study.pairs or 'as many as the pilot asks for'}; {limit}\n"
+        f"runs: {len(study.rows)} done; can start, {workers} at once: {counts}"
     )
 
 
 def headline(study: Study) -> list[str]:
     """A line for each arm, in order of its loss: what came out, how sure that is, and what to be careful with."""
     losses = {arm: study.mean_loss(arm, {arm: 1.0}) for arm in study.plan.all_arms}
-    sweep, lines = study.schedule.sweep, []
-    edges = {*sweep.columns[:1], *sweep.columns[-1:]}
+    edges = {*study.sweep.columns[:1], *study.sweep.columns[-1:]}
+    lines = []
     for arm in sorted(losses, key=lambda arm: math.inf if losses[arm] is None else losses[arm].estimate):
         line = f"{arm}: {outcome(study, arm)}"
-        if arm in sweep.index and study.schedule.chosen_learning_rates.get(arm) in edges:
+        if arm in study.sweep.index and study.chosen_learning_rates.get(arm) in edges:
             line += "; its learning rate is at the edge of the sweep"
         lines.append(line)
     for effect, p in grid_effects(study):
         if p < SIGNIFICANCE:
             lines.append(f"effect of {effect.name}: {with_interval(effect)} {effect.unit}, p = {p:.2g} (Holm)")
-    counted, asked_for = len(study.schedule.counted_seeds), study.plan.seeds
+    counted = len(study.counted_seeds)
     done = study.rows.seed[study.rows.phase == "final"].nunique()
-    if asked_for is not None and 0 < counted < asked_for:
-        lines.append(f"note: {counted} of {asked_for} pairs, as the limit of {study.plan.hours:g} hours is reached")
+    if 0 < counted < (study.plan.seeds or 0):
+        limit = f"the limit of {study.plan.hours:g} hours is reached"
+        lines.append(f"note: {counted} of {study.plan.seeds} pairs, as {limit}")
     elif 0 < counted < done:
         lines.append(f"note: runs of {done} seeds are there, and {counted} of them count")
     return lines
+
+
+def outcome(study: Study, arm: str) -> str:
+    """What came out for an arm: its difference, or the loss of a baseline, or what its runs lack."""
+    if arm not in study.chosen_learning_rates:
+        return "no learning rate; the sweep is not finished, or a run diverged at every one"
+    rows = study.rows_of("final", arm)
+    if not len(rows):
+        done = ((study.rows.phase == "final") & (study.rows.arm == arm)).sum()
+        return f"not finished, {done} of {study.pairs or 'a number of'} final runs"
+    others = rows[rows.status != "completed"]
+    if len(others):
+        reasons = "; ".join(f"seed {r.seed} at {r.learning_rate:g}: {r.reason}" for r in others.head(3).itertuples())
+        return f"{len(rows) - len(others)} of {len(rows)} runs completed ({reasons})"
+    c = next((c for c in study.comparisons if c.arm == arm), None)
+    if c is None:
+        loss = study.mean_loss(arm, {arm: 1.0})
+        return f"{loss.estimate:.4f} {loss.unit} over {loss.n} seeds"
+    text = f"{c.verdict}, {with_interval(c.effect)} {study.unit} against {c.baseline} over {c.effect.n} pairs"
+    return text if c.verdict != "inconclusive" else f"{text}; it would take {pairs_to_decide(c)}"
 
 
 def grid_effects(study: Study) -> list[tuple[Effect, float]]:
@@ -79,32 +91,13 @@ def grid_effects(study: Study) -> list[tuple[Effect, float]]:
     return [*zip(study.effects, holm([effect.p for effect in study.effects]), strict=True)]
 
 
-def outcome(study: Study, arm: str) -> str:
-    rows, loss = study.schedule.rows_of("final", arm), study.mean_loss(arm, {arm: 1.0})
-    if arm not in study.schedule.chosen_learning_rates:
-        return "no learning rate; the sweep is not finished, or a run diverged at every one"
-    if not len(rows):
-        done = ((study.rows.phase == "final") & (study.rows.arm == arm)).sum()
-        return f"not finished, {done} of {study.schedule.pairs or 'a number of'} final runs"
-    if loss is None:
-        others = rows[rows.status != "completed"]
-        reasons = "; ".join(f"seed {r.seed} at {r.learning_rate:g}: {r.reason}" for r in others.head(3).itertuples())
-        return f"{len(rows) - len(others)} of {len(rows)} runs completed ({reasons})"
-    c = next((c for c in study.comparisons if c.arm == arm), None)
-    if c is None:
-        return f"{loss.estimate:.4f} {loss.unit} over {loss.n} seeds"
-    text = f"{c.verdict}, {with_interval(c.effect)} {study.unit} against {c.baseline} over {c.effect.n} pairs"
-    needed = pairs_to_decide(c)
-    return f"{text}; it would take {needed}" if needed else text
-
-
 def in_words(steps: dict | None) -> str | None:
-    """What `Study.in_steps` says."""
+    """The result of `Study.in_steps` as text."""
     return steps and "= {percent:+.1f}% of the steps [{low:+.1f}, {high:+.1f}], by {source}".format(**steps)
 
 
 def pairs_to_decide(c: Comparison) -> str | None:
-    """What an inconclusive comparison would take."""
+    """The pairs that an inconclusive comparison would probably need, as text."""
     if c.verdict != "inconclusive":
         return None
     best, fewest, most = (f"{n:,}" if n < MAX_PAIRS else f"over {n:,}" for n in c.more_pairs)
@@ -112,18 +105,21 @@ def pairs_to_decide(c: Comparison) -> str | None:
 
 
 def write(study: Study, folder: Path) -> Path:
-    """Write report.md, whose path is returned, the first table as CSV and LaTeX, and pictures as PNG and PDF.
-
-    The reports of studies/, which are kept without pictures, have no links to them.
-    """
-    rows = [(c, comparison_row(study, c)) for c in study.comparisons]
-    compared = [(f"{c.arm}: {row['verdict']}\n{row['worth'] or ''}", c.effect) for c, row in rows]
-    of_grid = [(effect.name.replace(" x ", "\nx "), effect) for effect in study.effects]
+    """Write report.md, whose path is returned, its first table as CSV and LaTeX, and its pictures as PNG and PDF."""
+    rows, compared = [], {}
+    for c in study.comparisons:
+        row = comparison_row(study, c)
+        compared[f"{c.arm}: {row['verdict']}\n{row['worth'] or ''}"] = c.effect
+        numbers = {"mean": c.effect.estimate, "low": c.effect.interval[0], "high": c.effect.interval[1]}
+        rows.append({"arm": c.effect.name, "unit": study.unit} | numbers | row)
+    if rows:
+        save_table(folder / "differences", rows)
     bases = ", ".join(dict.fromkeys(c.baseline for c in study.comparisons))
-    label = f"loss minus that of {bases}, {study.unit}\nlower loss: better"
+    xlabel = f"loss minus that of {bases}, {study.unit}\nlower loss: better"
+    of_grid = {effect.name.replace(" x ", "\nx "): effect for effect in study.effects}
     figures = {
-        "differences": plots.forest(compared, label, study.plan.margin),
-        "effects": plots.forest(of_grid, label, study.plan.margin),
+        "differences": plots.forest(compared, xlabel, study.plan.margin),
+        "effects": plots.forest(of_grid, xlabel, study.plan.margin),
         "steps": plots.differences_over_steps(study),
         "sweep": plots.sweep(study),
     }
@@ -131,38 +127,43 @@ def write(study: Study, folder: Path) -> Path:
     for name, kind in itertools.product(pictures, ("png", "pdf")):
         with replacing(folder / f"{name}.{kind}") as file:
             figures[name].savefig(file, format=kind)
-    rows, effects = pd.DataFrame(row for _, row in rows), [c.effect for c in study.comparisons]
-    ends = {"low": [effect.interval[0] for effect in effects], "high": [effect.interval[1] for effect in effects]}
-    numbers = rows.assign(mean=[effect.estimate for effect in effects], **ends)
-    if len(rows):
-        latex = rows.to_latex(index=False, escape=True, na_rep=MISSING, float_format="%.3g")
-        replace_text(folder / "differences.csv", numbers.to_csv(index=False))
-        replace_text(folder / "differences.tex", latex)
-    text = markdown_text(study, folder, () if folder.resolve().parent == STUDIES else pictures)
-    replace_text(folder / "report.md", text)
+    is_study = folder.resolve().parent == STUDIES  # which is kept without pictures
+    replace_text(folder / "report.md", markdown_text(study, folder, () if is_study else pictures))
     return folder / "report.md"
+
+
+def save_table(path: Path, rows: list[dict]) -> None:
+    """Write rows as CSV and LaTeX; path: without the suffix."""
+    frame = pd.DataFrame(rows)
+    latex = frame.to_latex(index=False, escape=True, na_rep=MISSING, float_format="%.3g")
+    replace_text(path.with_suffix(".csv"), frame.to_csv(index=False))
+    replace_text(path.with_suffix(".tex"), latex)
 
 
 def markdown_text(study: Study, folder: Path, drawn: Collection[str]) -> str:
     """report.md, with links to the pictures that are drawn. A section without text and picture is left out."""
     mean = "mean and 95% interval"
+    differences = []
+    for c in study.comparisons:
+        row = {"arm": c.effect.name, f"{study.unit}, {mean}": with_interval(c.effect)}
+        differences.append(row | comparison_row(study, c))
     effects = [{"effect": e.name, mean: with_interval(e), "p (Holm)": p} for e, p in grid_effects(study)]
     incomplete = study.rows[study.rows.status != "completed"]
     hours = (study.rows.seconds / 3600).groupby([study.rows[name] for name in MACHINE], dropna=False, sort=False)
     machines = hours.agg([("runs", "size"), ("hours of training", "sum")])
-    differences = table(comparison_row(study, c) for c in study.comparisons)
     sections = [  # title, picture, text
-        ("Differences", "differences", [about(study), differences, COLUMNS]),
+        ("Differences", "differences", [about(study), table(differences), COLUMNS]),
         ("Effects of the grid", "effects", [table(effects)]),
         ("Paired difference over steps", "steps", []),
         ("Arms", None, [table(arm_row(study, arm) for arm in study.plan.all_arms), STREAM]),
-        ("Learning rates", "sweep", [table(study.schedule.sweep.reset_index().to_dict("records"))]),
+        ("Learning rates", "sweep", [table(study.sweep.reset_index().to_dict("records"))]),
         ("Rerun spread and placebo", None, [table(study.spread.reset_index().to_dict("records"))]),
         ("Runs that did not complete", None, [table(incomplete[[*KEY, "status", "reason"]].to_dict("records"))]),
         ("Changes of the plan", None, [table(read_lines(folder / "changes.jsonl"))]),
         ("Machines and versions", None, [table(machines.reset_index().to_dict("records"))]),
     ]
-    lines, judged = headline(study), read_json(folder / VERDICT)
+    lines = headline(study)
+    judged = read_json(folder / JUDGE_RESULT)
     if judged:
         lines.insert(0, f"judge: {judged['verdict']}, {judged['difference']} {judged['interval']}; {judged['reason']}")
         lines.append("note: where judge stopped early, its interval is right, and those below are too narrow")
@@ -177,45 +178,49 @@ def markdown_text(study: Study, folder: Path, drawn: Collection[str]) -> str:
 
 def about(study: Study) -> str:
     """How the arms were compared, in words."""
-    plan, pairs, done = study.plan, [c.effect.n for c in study.comparisons], len(study.schedule.counted_seeds)
-    of_arms = [arm_settings(plan, arm) for arm in study.plan.all_arms.values()]
+    plan = study.plan
+    of_arms = [arm_settings(plan, arm) for arm in plan.all_arms.values()]
     steps = ", ".join(f"{steps:,}" for steps in {settings.optimizer.steps for settings in of_arms})
-    texts = "; ".join(dict.fromkeys(" ".join(settings.data.data) for settings in of_arms))
     text = f"Final validation loss minus that of the baseline over paired seeds, {steps} steps: means and "
     text += f"95% intervals. Differences within {plan.margin:g} {study.unit}, shaded in pictures, count as equivalent."
-    if study.shares_learning_rate:
-        [rate] = {*study.schedule.chosen_learning_rates.values()}
+    rates = {*study.chosen_learning_rates.values()}
+    if not study.sweep_runs and len(rates) == 1:
+        [rate] = rates
         text += f" All arms share the learning rate {rate}: none was chosen for each of them."
-    if plan.seeds is None and study.schedule.pairs is not None:
-        text += f" The pilot asked for {study.schedule.pairs} pairs; {done} are finished, within {plan.hours:g} hours."
+    if plan.seeds is None and study.pairs is not None:
+        finished = f"{len(study.counted_seeds)} are finished, within {plan.hours:g} hours"
+        text += f" The pilot asked for {study.pairs} pairs; {finished}."
+    texts = "; ".join(dict.fromkeys(" ".join(settings.data.data) for settings in of_arms))
     text += f" Config: {plan.config}; text: {texts}."
     hashes = study.rows.replace("", None).groupby("seed")[["batches_hash", "weights_hash"]].nunique().max()
     columns = {"batches": "batches_hash", "initial weights (but for the norms)": "weights_hash"}
     equal = " and ".join(what for what, column in columns.items() if hashes[column] == 1)
     text += f" Runs of a seed had equal {equal}." if equal else ""
-    if min(pairs, default=MIN_PAIRS_FOR_EQUIVALENCE) < MIN_PAIRS_FOR_EQUIVALENCE:
-        text += f" {min(pairs)} pairs cannot show equivalence, which takes {MIN_PAIRS_FOR_EQUIVALENCE}."
+    fewest = min((c.effect.n for c in study.comparisons), default=MIN_PAIRS_FOR_EQUIVALENCE)
+    if fewest < MIN_PAIRS_FOR_EQUIVALENCE:
+        text += f" {fewest} pairs cannot show equivalence, which takes {MIN_PAIRS_FOR_EQUIVALENCE}."
     return text
 
 
 def comparison_row(study: Study, c: Comparison) -> dict:
-    worth = in_words(study.in_steps(c.baseline, c.effect.estimate, c.effect.interval))
+    """The columns that follow mean and interval in the table of comparisons."""
     by_holm = " after Holm" if c.verdict == "inconclusive" and c.effect.p < SIGNIFICANCE else ""
-    row = {"arm": c.effect.name, f"{c.effect.unit}, mean and 95% interval": with_interval(c.effect)}
-    row |= {"worth": worth, "verdict": c.verdict + by_holm}
+    worth = in_words(study.in_steps(c.baseline, c.effect.estimate, c.effect.interval))
+    row = {"worth": worth, "verdict": c.verdict + by_holm}
     row |= {"p (Holm)": c.p_holm, "p of equivalence (Holm)": c.p_equivalence}
     return row | {"pairs": c.effect.n, "std of a pair": c.deviation, "it would take": pairs_to_decide(c)}
 
 
 def arm_row(study: Study, name: str) -> dict:
-    rows, config = study.schedule.rows_of("final", name), arm_settings(study.plan, study.plan.all_arms[name]).model
-    row = {"arm": name, "learning rate": f"{study.schedule.chosen_learning_rates.get(name, math.nan):g}"}
+    rows = study.rows_of("final", name)
+    config = arm_settings(study.plan, study.plan.all_arms[name]).model
+    row = {"arm": name, "learning rate": f"{study.chosen_learning_rates.get(name, math.nan):g}"}
     row["completed"] = f"{(rows.status == 'completed').sum()} of {len(rows)}"
     row[study.unit] = with_interval(study.mean_loss(name, {name: 1.0}), ".4f")
     row["bits per byte"] = rows.bits_per_byte.mean(skipna=False)
     row |= {"parameters": num_parameters(config), "in norms": num_norm_parameters(config)}
-    probes = {"mean / std in the stream": rows.mean_over_std, "cosine with ones": rows.cosine_with_ones}
-    return row | {name: values.mean() for name, values in probes.items()}
+    row["mean / std in the stream"] = rows.mean_over_std.mean()
+    return row | {"cosine with ones": rows.cosine_with_ones.mean()}
 
 
 def with_interval(effect: Effect | None, form: str = "+.4f") -> str:

@@ -1,4 +1,4 @@
-"""One run of a comparison, to one row. Writes nothing: a run that is killed starts again."""
+"""One run of a plan, to one row. Writes nothing: a run that is killed starts again."""
 
 import contextlib
 import dataclasses
@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 import kernels
-from ablation.plan import Plan, Run, run_settings
+from ablation.plan import Plan, Run, replace_settings, run_settings
 from ablation.records import Row
-from ablation.settings import replace_settings
 from ablation.stats import six_digits
 from data.batches import Batch
 from model.decoder import Decoder
@@ -35,7 +34,8 @@ CURVE_TOKENS = 16_384  # of the validation set, for points along a run; the fina
 
 def train_run(plan: Plan, run: Run, torch_device: str, threads: int | None, workers: int) -> Row:
     """Train a run and return its row. threads: of a CPU; workers: how many runs are made at once."""
-    start, settings = time.perf_counter(), run_settings(plan, run)
+    start = time.perf_counter()
+    settings = run_settings(plan, run)
     torch.set_num_threads(threads or torch.get_num_threads())
     with contextlib.redirect_stdout(None):
         session = set_up(replace_settings(settings, {"device": torch_device}), Path(), resume=False)
@@ -47,37 +47,32 @@ def train_run(plan: Plan, run: Run, torch_device: str, threads: int | None, work
 
 def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, train: bool = True) -> Row:
     """The row of a session, which is trained to its end first; train: False only evaluates the model as it is."""
-    settings, curve = session.settings, []
+    curve = []
     try:
         for result in train_steps(session) if train else ():
-            if result.step % settings.run.evaluate_every == 0 or result.step == session.steps:
-                windows = first_windows(session, CURVE_TOKENS)
-                curve.append((result.step, evaluate(session.model, windows, None, session.device).loss))
+            if result.step % session.settings.run.evaluate_every == 0 or result.step == session.steps:
+                loss = evaluate(session.model, first_windows(session, CURVE_TOKENS), None, session.device).loss
+                curve.append((result.step, six_digits(loss)))
         final = evaluate(session.model, first_windows(session), session.corpus.validation_bytes, session.device)
         if not math.isfinite(final.loss):
             raise Diverged(f"the validation loss is {final.loss:g}, not finite")
         outcome = {"loss": final.loss, "bits_per_byte": final.bits_per_byte} | probe(session)
     except Diverged as error:
         outcome = {"status": "diverged", "reason": str(error).partition(";")[0]}
-    return Row(
-        **vars(run),
-        **outcome,
-        curve=[(step, six_digits(loss)) for step, loss in curve if math.isfinite(loss)],
-        seconds=session.state.seconds,
-        tokens=session.state.tokens,
-        settings_hash=hash_of_settings,
-        weights_hash=weights_hash(settings),
-        batches_hash=digest(array for step in range(session.state.step) for array in session.batch(step)[:2]),
-        text_hash=session.corpus.text_hash,
-        device=device_model(str(session.device)),
-        kernels=kernels.describe(session.device),
-        dtype=settings.machine.dtype,
-        commit=commit(),
-        torch=str(torch.__version__),
-        python=platform.python_version(),
-        threads=None if session.device.type == "cuda" else torch.get_num_threads(),
-        workers=workers,
-    )
+    batches = (array for step in range(session.state.step) for array in session.batch(step)[:2])
+    curve = [(step, loss) for step, loss in curve if math.isfinite(loss)]
+    outcome |= {"curve": curve, "seconds": session.state.seconds, "tokens": session.state.tokens}
+    with contextlib.redirect_stdout(None):
+        initial = sorted(initial_model(session.settings, torch.float32).named_parameters())
+    shared = ((name.encode(), weight.detach().numpy()) for name, weight in initial if not is_norm_parameter(name))
+    weights = itertools.chain.from_iterable(shared)
+    hashes = {"settings_hash": hash_of_settings, "text_hash": session.corpus.text_hash}
+    hashes |= {"batches_hash": digest(batches), "weights_hash": digest(weights)}
+    threads = None if session.device.type == "cuda" else torch.get_num_threads()
+    machine = {"device": device_model(str(session.device)), "kernels": kernels.describe(session.device)}
+    machine |= {"dtype": session.settings.machine.dtype, "threads": threads, "workers": workers}
+    versions = {"commit": commit(), "torch": str(torch.__version__), "python": platform.python_version()}
+    return Row(**vars(run), **outcome, **hashes, **machine, **versions)
 
 
 def device_model(torch_device: str) -> str:
@@ -96,9 +91,10 @@ def commit() -> str:
 
 def first_windows(session: Session, tokens: int | None = None) -> Iterable[Batch]:
     """The first so many tokens of the validation set, at least a batch, or all of them."""
-    length, sequences = session.settings.data.sequence_length, session.settings.data.micro_batch()
-    windows = session.corpus.validation_batches(length, sequences)
-    return itertools.islice(windows, None if tokens is None else max(1, tokens // (sequences * length)))
+    data = session.settings.data
+    windows = session.corpus.validation_batches(data.sequence_length, data.micro_batch())
+    count = None if tokens is None else max(1, tokens // (data.micro_batch() * data.sequence_length))
+    return itertools.islice(windows, count)
 
 
 @torch.no_grad()
@@ -133,14 +129,6 @@ def perturb(model: Decoder, seed: int, size: float) -> None:
 def settings_hash(settings: Settings) -> str:
     """Hash of a run's settings that are not the default, whatever device it ran on and in which folder."""
     return digest(["\n".join(changed_fields(Settings(), replace_settings(settings, {"device": "auto"}))).encode()])
-
-
-def weights_hash(settings: Settings) -> str:
-    """Hash of the weights that training starts from, without the norms: what the arms of a seed share."""
-    with contextlib.redirect_stdout(None):
-        weights = sorted(initial_model(settings, torch.float32).named_parameters())
-    shared = [(name.encode(), weight.detach().numpy()) for name, weight in weights if not is_norm_parameter(name)]
-    return digest(itertools.chain.from_iterable(shared))
 
 
 def digest(chunks: Iterable[bytes | np.ndarray]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import special, stats
+from scipy import special
 
 SIGNIFICANCE, POWER = 0.05, 0.8
 MAX_PAIRS = 10_000
@@ -29,7 +29,8 @@ class Effect:
 def mean_effect(name: str, values: Sequence[float], unit: str) -> Effect:
     """Mean of independent values with Student's t interval and test (Student 1908)."""
     values = np.asarray(values, float)
-    mean, n = float(values.mean()), len(values)
+    mean = float(values.mean())
+    n = len(values)
     if n == 1:
         return Effect(name, mean, (-math.inf, math.inf), (-math.inf, math.inf), 1.0, unit, 1)
     error = standard_error(values)
@@ -50,8 +51,8 @@ def six_digits(value: float) -> float:
 
 def equivalence_p(differences: np.ndarray, margin: float) -> float:
     """The larger p-value of two one-sided tests: below 5% the mean lies within (-margin, margin) (Schuirmann 1987)."""
-    distance, error = margin - abs(float(differences.mean())), standard_error(differences)
-    return float(special.stdtr(len(differences) - 1, -distance / error))
+    distance = margin - abs(float(differences.mean()))
+    return float(special.stdtr(len(differences) - 1, -distance / standard_error(differences)))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -79,15 +80,15 @@ def pairs_for_equivalence(std: float, margin: float, family_size: int) -> int:
 
 
 def deviation_limit(values: Sequence[float], confidence: float) -> float:
-    """What the true standard deviation of normal values is below, with this confidence."""
+    """Upper limit, with this confidence, of the standard deviation of the population that normal values come from."""
     freedom = len(values) - 1
-    return float(np.std(values, ddof=1) * np.sqrt(freedom / stats.chi2.ppf(1 - confidence, freedom)))
+    return float(np.std(values, ddof=1) * np.sqrt(freedom / special.chdtri(freedom, confidence)))
 
 
 def final_pairs(differences: Sequence[np.ndarray], margin: float) -> int:
-    """Pairs to show equivalence after a pilot, with an array for each comparison of a family; or a difference as large
-    as the end nearer to 0 of its 95% interval, where that is beyond the margin. The deviation is its upper 80% limit,
-    as planning with the estimate gives too few pairs in about half of all cases (Browne 1995, Stat. in Medicine 14).
+    """Pairs after a pilot, with an array for each comparison of a family: to show equivalence, or a difference like the
+    end nearer to 0 of its 95% interval where that is beyond the margin. The deviation is its upper 80% limit, since the
+    estimate gives too few pairs in about half of all cases (Browne 1995, Stat. in Medicine 14).
     """
     needed = [MIN_PAIRS_FOR_EQUIVALENCE]
     for values in differences:
@@ -125,7 +126,9 @@ class Comparison:
 
     @property
     def more_pairs(self) -> tuple[int, int, int]:
-        """Pairs for 80% power, for equivalence or a difference beyond the margin; then fewest and most by its std."""
+        """Pairs for 80% power: by the standard deviation, then by both ends of its interval. For equivalence, or for a
+        difference like the measured one where that is beyond the margin.
+        """
         stds = self.deviation, *(deviation_limit(self.differences, level) for level in (0.025, 0.975))
         distance = abs(self.effect.estimate)
         alpha = SIGNIFICANCE / 2 * min(1, self.effect.p / self.p_holm)  # as Holm multiplied this p

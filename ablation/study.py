@@ -1,4 +1,4 @@
-"""From a plan and the rows of its runs (see `as_table`): which are still wanted, what they show. Imports no torch."""
+"""From a plan and the rows of its runs (see `as_table`): which runs are still wanted, and what they show. No torch."""
 
 import dataclasses
 import functools
@@ -18,8 +18,10 @@ from errors import UserError
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """Which runs are still wanted: a sweep for learning rates, a pilot for the number of pairs, reruns, final pairs."""
+class Study:
+    """First what a plan wants: a sweep for learning rates, a pilot for the number of pairs, reruns, final pairs. Then
+    what its finished runs show, where the seed is the unit: runs of a seed are averaged first.
+    """
 
     plan: Plan
     rows: pd.DataFrame
@@ -38,16 +40,20 @@ class Schedule:
 
     def paired(self, phase: str, arm: str) -> pd.DataFrame:
         """Rows of an arm beside those of its baseline with equal seed and device, and the `difference` in loss."""
-        own, base = self.rows_of(phase, arm), self.rows_of(phase, self.plan.all_arms[arm].baseline)
-        both = own.merge(base, on=["seed", "device"], suffixes=("", "_base"))
-        return both.assign(difference=both[self.measure] - both[f"{self.measure}_base"])
+        base = self.rows_of(phase, self.plan.all_arms[arm].baseline)
+        both = self.rows_of(phase, arm).merge(base, on=["seed", "device"], suffixes=("", "_base"))
+        return both.assign(difference=both[self.loss_column] - both[f"{self.loss_column}_base"])
 
     @functools.cached_property
-    def measure(self) -> str:
+    def loss_column(self) -> str:
         """The column of losses; in bits where arms of a seed have other batches: another length or tokenizer."""
         trained = self.rows[(self.rows.batches_hash != "") & (self.rows.status == "completed")]  # others were converted
         batches = trained.groupby(["phase", "seed"]).batches_hash.nunique()
         return "bits_per_byte" if (batches > 1).any() else "loss"
+
+    @property
+    def unit(self) -> str:
+        return "nats per token" if self.loss_column == "loss" else "bits per byte"
 
     @functools.cached_property
     def sweep_runs(self) -> list[Run]:
@@ -60,14 +66,14 @@ class Schedule:
         """Mean loss of every swept arm (rows) at every learning rate (columns); NaN: a run diverged, or is missing."""
         seeds = self.plan.phase_seeds["sweep"]
         rows = self.rows[(self.rows.phase == "sweep") & self.rows.seed.isin(seeds)]
-        losses = rows.pivot_table(self.measure, ["arm", "learning_rate"], "seed", dropna=False, observed=True)
+        losses = rows.pivot_table(self.loss_column, ["arm", "learning_rate"], "seed", dropna=False, observed=True)
         means = losses.reindex(columns=[*seeds]).mean(axis=1, skipna=False).unstack()
         arms = [*dict.fromkeys(run.arm for run in self.sweep_runs)]
         return means.reindex(index=arms, columns=sorted({run.learning_rate for run in self.sweep_runs}))
 
     @functools.cached_property
     def chosen_learning_rates(self) -> dict[str, float]:
-        """By arm its learning rate; no entry before the sweep is finished, or if a run diverged at every one."""
+        """The learning rate by arm; none before the sweep is finished, or where a run diverged at every rate."""
         chosen = {arm: rates[0] for arm, rates in self.plan.candidate_learning_rates.items() if len(rates) == 1}
         if not self.missing(self.sweep_runs):
             chosen |= self.sweep.dropna(how="all").idxmin(axis=1).to_dict()
@@ -91,8 +97,9 @@ class Schedule:
 
     @functools.cached_property
     def wanted(self) -> list[Run]:
-        """Every run that the plan asks for, as far as that is known; without unfinished seeds beyond its hours."""
-        asked_for, seeds = [*self.sweep_runs], self.plan.phase_seeds
+        """Every run that the plan asks for, as far as that is decided; no seed that would end beyond its hours."""
+        asked_for = [*self.sweep_runs]
+        seeds = self.plan.phase_seeds
         if not self.missing(self.sweep_runs):
             rerun_seeds = (seeds["pilot"] or seeds["final"])[: self.plan.rerun_seeds]
             reruns = self.runs("rerun", rerun_seeds, self.plan.perturbations)
@@ -100,7 +107,9 @@ class Schedule:
             asked_for += [run for run in reruns if self.plan.all_arms[run.arm].baseline is None]
             asked_for += self.runs("final", seeds["final"][: self.pairs or 0])
         hours = self.rows[["seconds", "all_seconds"]].max(axis=1) / self.rows.workers / 3600
-        end, mean, wanted = hours.sum(), hours[self.rows.status != "failed"].mean(), []
+        mean = hours[self.rows.status != "failed"].mean()
+        end = hours.sum()
+        wanted = []
         for _, of_seed in itertools.groupby(asked_for, lambda run: (run.phase, run.seed)):
             runs = [*of_seed]
             missing = self.missing(runs)
@@ -119,48 +128,31 @@ class Schedule:
         final = [run for run in self.wanted if run.phase == "final"]
         return set() if self.pairs is None or self.missing(final) else {run.seed for run in final}
 
-
-@dataclass(frozen=True)
-class Study:
-    """What the finished runs show. The seed is the unit: its runs that differ in another choice are averaged first."""
-
-    plan: Plan
-    rows: pd.DataFrame
-
-    @functools.cached_property
-    def schedule(self) -> Schedule:
-        return Schedule(self.plan, self.rows)
-
-    @property
-    def shares_learning_rate(self) -> bool:
-        """Whether arms have a learning rate in common because none was chosen for each."""
-        return not self.schedule.sweep_runs and len({*self.schedule.chosen_learning_rates.values()}) == 1
-
-    @property
-    def unit(self) -> str:
-        return "nats per token" if self.schedule.measure == "loss" else "bits per byte"
-
     def mean_loss(self, name: str, weights: dict[str, float]) -> Effect | None:
         """Mean over the final seeds of a weighted sum of the losses of arms; None where a run of them is missing."""
-        rows = {arm: self.schedule.rows_of("final", arm).set_index("seed") for arm in weights}
-        losses = pd.concat({arm: rows[arm][self.schedule.measure] for arm in weights}, axis=1)
+        rows = {arm: self.rows_of("final", arm).set_index("seed") for arm in weights}
+        losses = pd.concat({arm: rows[arm][self.loss_column] for arm in weights}, axis=1)
         if not len(losses) or losses.isna().any(axis=None):
             return None
         return mean_effect(name, losses @ np.array([*weights.values()]), self.unit)
 
     def in_steps(self, baseline: str, difference: float, interval: Sequence[float]) -> dict | None:
-        """Percent of the steps: training the baseline that much longer changes its loss as much, by its slope over
-        log(steps), of runs of another "length" or else its "curve". None without these, or where the loss rises.
+        """A difference in percent of the steps: training the baseline that much longer changes its loss as much, by the
+        slope of its loss over log(steps), of runs of other lengths ("length") or along its own ("curve"). None without
+        these, or where the loss rises.
         """
-        arms, source, losses = self.plan.all_arms, "length", {}
-        for arm in arms.values():
+        base = self.plan.all_arms[baseline]
+        losses = {}
+        source = "length"
+        for arm in self.plan.all_arms.values():
             loss = self.mean_loss(arm.name, {arm.name: 1.0})
-            if loss is not None and arm.settings | {"steps": 0} == arms[baseline].settings | {"steps": 0}:
+            if loss is not None and arm.settings | {"steps": 0} == base.settings | {"steps": 0}:
                 losses[arm_settings(self.plan, arm).optimizer.steps] = loss.estimate
-        if len(losses) < 2 and self.schedule.measure == "loss":  # curves are in nats
-            source, curves = "curve", self.schedule.rows_of("final", baseline).curve
+        if len(losses) < 2 and self.loss_column == "loss":  # curves are in nats
+            source = "curve"
+            curves = self.rows_of("final", baseline).curve
             losses = dict(pd.DataFrame([*map(dict, curves)]).dropna(axis=1).mean())
-        steps = arm_settings(self.plan, arms[baseline]).optimizer.steps
+        steps = arm_settings(self.plan, base).optimizer.steps
         near = [step for step in losses if steps / 4 <= step <= 4 * steps]
         slope = np.polyfit(np.log(near), [losses[step] for step in near], 1)[0] if len(near) > 1 else 0.0
         if slope >= 0:
@@ -172,7 +164,8 @@ class Study:
     @property
     def spread(self) -> pd.DataFrame:
         """How far runs of a baseline from changed initial weights end from those that they repeat, nats per token."""
-        same, again = ["arm", "learning_rate", "seed", "device"], self.rows.phase == "rerun"
+        same = ["arm", "learning_rate", "seed", "device"]
+        again = self.rows.phase == "rerun"
         first = self.rows[~again].drop_duplicates(same)[[*same, "loss"]]
         both = self.rows[again].merge(first, on=same, suffixes=("", "_before"))
         groups = (both.loss - both.loss_before).pow(2).groupby([both.arm, both.learning_rate, both.perturbation])
@@ -182,18 +175,18 @@ class Study:
     @functools.cached_property
     def comparisons(self) -> list[Comparison]:
         """Every arm with its baseline, in order of the difference, where all their final runs completed."""
-        arms, margin = self.plan.all_arms, self.plan.margin
+        arms = self.plan.all_arms
         compared = [name for name, arm in arms.items() if arm.baseline is not None]
-        pairs = {name: self.schedule.paired("final", name).difference.to_numpy() for name in compared}
+        pairs = {name: self.paired("final", name).difference.to_numpy() for name in compared}
         pairs = {name: values for name, values in pairs.items() if len(values) > 1 and np.isfinite(values).all()}
         effects = [mean_effect(f"{name} minus {arms[name].baseline}", pairs[name], self.unit) for name in pairs]
         p_holm = holm([effect.p for effect in effects])
         # A family of its own, since an arm cannot pass the tests of a difference and of equivalence both wrongly.
-        p_equivalence = holm([equivalence_p(values, margin) for values in pairs.values()])
-        comparisons = [
-            Comparison(name, arms[name].baseline, pairs[name].tolist(), effect, margin, p, q, len(pairs))
-            for name, effect, p, q in zip(pairs, effects, p_holm, p_equivalence, strict=True)
-        ]
+        p_equivalence = holm([equivalence_p(values, self.plan.margin) for values in pairs.values()])
+        comparisons = []
+        for name, effect, p, q in zip(pairs, effects, p_holm, p_equivalence, strict=True):
+            tests = {"margin": self.plan.margin, "p_holm": p, "p_equivalence": q, "family_size": len(pairs)}
+            comparisons.append(Comparison(name, arms[name].baseline, pairs[name].tolist(), effect, **tests))
         return sorted(comparisons, key=lambda comparison: comparison.effect.estimate)
 
     @functools.cached_property
@@ -211,8 +204,7 @@ class Study:
             title = " x ".join(f"{name}: {value} minus {first[name]}" for name, value in chosen)
             signs = np.ones(len(arms))
             for name, value in chosen:
-                sign = {value: 1, first[name]: -1}
-                signs *= [sign.get(of_arm, 0) for of_arm in values[name]]
+                signs *= [(of_arm == value) - (of_arm == first[name]) for of_arm in values[name]]
             # Main effect: a mean of arms minus that of as many others. Interaction: the mean of ab - a - b + first,
             # in which one arm in two is positive, so that the factor is 2 / their number.
             weights = signs * 2 ** (len(chosen) - 1) / (signs > 0).sum()
@@ -222,6 +214,6 @@ class Study:
 
 def load(folder: Path) -> Study:
     """The study of a folder of results."""
-    if not (folder / "plan.toml").is_file() or not (folder / "runs.jsonl").is_file():
-        raise UserError(f"{folder} has no plan.toml and runs.jsonl; give the folder of a comparison.")
+    if not (folder / "runs.jsonl").is_file():
+        raise UserError(f"{folder} has no runs.jsonl; give the folder of an experiment that has begun.")
     return Study(load_plan(folder / "plan.toml"), as_table(read_rows(folder)))

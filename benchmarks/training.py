@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from ablation.settings import replace_settings
+from ablation.plan import replace_settings
 from benchmarks import timing
 from benchmarks.decoding import TRANSFORMERS, transformers_model
 from errors import exit_on_user_error

@@ -37,7 +37,7 @@ def sweeps(study: Study) -> Iterator[Effect]:
     """For each setting, how much more the losses of arms with one of its values vary over the learning rates than those
     of arms with its first value. A seed with a diverged run is left out: leaving out the learning rate would flatter.
     """
-    losses = study.rows[study.rows.phase == "sweep"].groupby(["arm", "seed"], observed=True)[study.schedule.measure]
+    losses = study.rows[study.rows.phase == "sweep"].groupby(["arm", "seed"], observed=True)[study.loss_column]
     spreads = (losses.max() - losses.min()).where(losses.count() == losses.size()).unstack("seed")
     spreads = spreads.reindex(study.plan.all_arms)
     for setting in study.plan.varied:
@@ -52,7 +52,7 @@ def sweeps(study: Study) -> Iterator[Effect]:
 def streams(study: Study) -> Iterator[Effect]:
     """What a norm before a block gets: |mean| / std over that of random rows, and the cosine with x minus its mean."""
     for name, arm in study.plan.all_arms.items():
-        model, rows = arm_settings(study.plan, arm).model, study.schedule.rows_of("final", name)
+        model, rows = arm_settings(study.plan, arm).model, study.rows_of("final", name)
         over_chance = rows.mean_over_std * math.sqrt(math.pi * model.hidden_size / 2)
         cosine = (1 - rows.cosine_with_ones**2) ** 0.5
         for what, column in (("mean over chance", over_chance), ("cosine without mean", cosine)):

@@ -16,10 +16,9 @@ import tyro
 from tqdm import tqdm
 
 from ablation import report, study
-from ablation.plan import Plan, Run, load_plan, run_settings
+from ablation.plan import Plan, Run, load_plan, replace_settings, run_settings
 from ablation.records import Row, append_rows, read_rows
 from ablation.run import measure
-from ablation.settings import replace_settings
 from errors import exit_on_user_error, printable
 from files import locked
 from flags import call_with_flags

@@ -11,9 +11,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ablation.plan import STUDIES, arm_settings
+from ablation.plan import STUDIES, arm_settings, label
 from ablation.plots import COLOURS, MUTED, panels
-from ablation.settings import label
 from ablation.stats import Effect, standard_error
 from ablation.study import Study, load
 from files import replacing
@@ -70,8 +69,8 @@ def pairs_at_5e_4(names: Sequence[str] = SETS) -> list[pd.Series]:
     """The losses of RMSNorm minus those of LayerNorm in these studies, in the first one's pilot and in a sweep."""
     studies = [*map(load_study, names)]
     sweep = load_study("factorial-tuned").rows.query("phase == 'sweep' and learning_rate == 5e-4").set_index("seed")
-    differences = [study.schedule.paired("final", "rms").difference for study in studies]
-    differences.append(studies[0].schedule.paired("pilot", "rms").difference)
+    differences = [study.paired("final", "rms").difference for study in studies]
+    differences.append(studies[0].paired("pilot", "rms").difference)
     return [*differences, sweep.loss[sweep.arm == "rms"] - sweep.loss[sweep.arm == "layer"]]
 
 

@@ -162,8 +162,8 @@ TABLE = r"""
 + for name in programs:
 ! benchmarks/test_benchmarks.py::test_blocks_take_turns_in_an_order_that_reverses_after_every_turn
 @ ablation/stats.py
-- distance, error = margin - abs(float(differences.mean())), standard_error(differences)
-+ distance, error = margin - float(differences.mean()), standard_error(differences)
+- distance = margin - abs(float(differences.mean()))
++ distance = margin - float(differences.mean())
 ! ablation/test_stats.py::test_a_difference_as_large_as_the_margin_is_called_equivalent_in_at_most_5_of_100_studies
 """
 

@@ -56,14 +56,15 @@ generate BAD/no_tokenizer --prompt a -> there is no .*no_tokenizer/tokenizer.mod
 generate RUN --prompt a --temperature -1 -> temperature is -1
 generate RUN --chat -> there is no message to answer
 generate RUN --prompt a --max-new-tokens 0 -> --max-new-tokens, .* must be at least 1
-ablate nothere -> nothere is no file, comparison or study
+ablate nothere -> nothere is no file, experiment or study
 ablate reprot nothere -> reprot is no .* Did you mean report\?
-ablate report -> report needs the folder of a comparison
+ablate report -> report needs one folder of results
 train --freeze --norm rms -> --freeze needs a value
 train --resume -> --resume needs a value
 generate RUN --merge NEW -> --merge: .* is no adapter
 generate RUN --prompt a --adapter RUN -> .*RUN is no adapter, as it has no adapter_config.json
 ablate --a norm=rms -> --a and --b need each other
+ablate judge --campaign nowhere -> judge needs --b "SETTING=VALUE"
 ablate --vary norm=rms -> a comparison needs two arms or more
 ablate --seed 5 -> Unrecognized options: --seed, 5; see --help. Did you mean --first-seed\?
 ablate --vary norm=layer, rms -> --vary norm=layer, ends with a comma; write V,V without a space

@@ -87,7 +87,7 @@ def finish(row) -> Callable[..., Study]:
 
     def finished(plan: Plan, loss: Callable[[Run], float | None], **more: object) -> Study:
         rows = []
-        while remaining := (study := Study(plan, as_table(rows))).schedule.remaining:
+        while remaining := (study := Study(plan, as_table(rows))).remaining:
             rows += [row(run, loss(run), **more) for run in remaining]
         return study
 

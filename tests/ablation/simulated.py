@@ -10,8 +10,7 @@ import pandas as pd
 from scipy import special
 
 from ablation import study
-from ablation.campaign import lond_level
-from ablation.judge import LOOKS, crossing_probability, pairs_of_looks
+from ablation.judge import LOOKS, crossing_probability, lond_level, pairs_of_looks
 from ablation.plan import STUDIES
 
 CONSTANTS = np.linspace(8, 0.1, 100)  # of boundaries; those of other levels are interpolated

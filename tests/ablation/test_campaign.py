@@ -13,7 +13,7 @@ from scipy import stats
 
 import ablate
 from ablation import execute
-from ablation.campaign import judge_pairs, load_campaign, lond_level, read_pairs
+from ablation.judge import judge_pairs, load_campaign, lond_level, read_pairs
 from ablation.plan import run_settings
 from ablation.records import read_lines
 from ablation.run import settings_hash
@@ -68,7 +68,7 @@ def better(run) -> float:
     return 3 + 0.001 * math.sin(run.seed) - 0.1 * ("qk_norm" in run.arm) + 0.0001 * len(run.arm) * math.sin(run.seed**2)
 
 
-def test_a_ledger_gives_new_seeds_stricter_levels_and_what_was_kept_as_baseline(judge, tmp_path, capsys):
+def test_a_ledger_gives_new_seeds_stricter_levels_and_what_was_kept_as_baseline(judge, tmp_path, capsys, monkeypatch):
     judge("--b", "qk_norm=true", "--adopt", loss=better)
     first, second = judge("--b", "weight_decay=0.5", "--adopt", loss=better)
     assert (first["baseline"], first["idea"], first["verdict"]) == ("default", "qk_norm=true", "keep")
@@ -78,6 +78,11 @@ def test_a_ledger_gives_new_seeds_stricter_levels_and_what_was_kept_as_baseline(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["level"] == second["level"]
     report = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert "Kept: qk_norm=true. On average at most 10%" in report and "against qk_norm=true, is 0.0256" in report
+    ideas = pd.read_csv(tmp_path / "ideas.csv")
+    assert ideas[["low", "high"]].iloc[0].tolist() == first["interval"] and {*ideas.unit} == {"nats per token"}
+    (tmp_path / "report.md").unlink()
+    monkeypatch.setattr("sys.argv", ["ablate.py", "report", f"{tmp_path}"])
+    assert ablate.main() == 0 and (tmp_path / "report.md").read_text(encoding="utf-8") == report
     path = tmp_path / "campaign.jsonl"
     with pytest.raises(UserError, match=r"--fdr 0.2: .* began with 0.1, which holds for all its ideas"):
         load_campaign(tmp_path, 0.2)

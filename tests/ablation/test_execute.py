@@ -57,8 +57,8 @@ def test_more_jobs_than_gpus_of_one_model_share_them(monkeypatch):
 
 def test_a_trained_comparison_has_a_row_for_each_run_and_is_never_repeated(trained):
     loaded = study.load(trained.folder)
-    assert loaded.schedule.counted_seeds and not failed(trained) and {c.effect.n for c in loaded.comparisons} == {2}
-    assert len(read_rows(trained.folder)) == len(loaded.rows) == len(loaded.schedule.wanted)
+    assert loaded.counted_seeds and not failed(trained) and {c.effect.n for c in loaded.comparisons} == {2}
+    assert len(read_rows(trained.folder)) == len(loaded.rows) == len(loaded.wanted)
     again, made = load_experiment(trained.plan, trained.folder, "cpu", 1), []
     execute.execute(again, lambda run, device: made.append(run))
     assert not made
@@ -113,7 +113,7 @@ def test_runs_with_other_settings_are_refused_and_changes_of_the_plan_written_do
     write_plan(load_experiment(trained.plan, tmp_path))
     with pytest.raises(UserError, match="had other settings"):
         load_experiment(dataclasses.replace(trained.plan, steps=5), tmp_path)
-    with pytest.raises(UserError, match="runs of another comparison"):
+    with pytest.raises(UserError, match="runs of another plan"):
         load_experiment(dataclasses.replace(trained.plan, vary={"qk_norm": [True, False]}), tmp_path)
     write_plan(load_experiment(dataclasses.replace(trained.plan, margin=0.5), tmp_path))
     (change,) = read_lines(tmp_path / "changes.jsonl")
@@ -130,6 +130,14 @@ def test_rows_say_what_they_ran_on_once_for_all_of_a_machine_and_are_read_as_the
     assert not {*first} & {*read_lines(tmp_path / "runs.jsonl")[0]}
 
 
+def test_a_dry_run_prints_what_a_run_needs_and_what_differs_in_other_arms(experiment, capsys):
+    execute.estimate_runs(experiment, "cpu")
+    first, other = capsys.readouterr().out.split("a run of ")[1:]
+    assert first.startswith("layer:\nmodel ") and "training  1,536 tokens" in first
+    assert other.startswith("rms:\nmodel ") and "training  " not in other
+    assert "all runs that can start: 4, 2 at once, about " in other
+
+
 def test_a_run_on_another_text_or_device_has_failed(experiment, ended, start_of):
     others = iter([{}, {}, {"text_hash": "two"}, {"device": "GPU"}])
     execute.execute(experiment, start_of(lambda run, device: ended(run, **{"text_hash": "one"} | next(others))))
@@ -138,7 +146,7 @@ def test_a_run_on_another_text_or_device_has_failed(experiment, ended, start_of)
 
 
 def test_unfinished_seeds_of_another_device_are_made_again_and_finished_ones_kept(experiment, ended, start_of):
-    wanted = experiment.study.schedule.wanted
+    wanted = experiment.study.wanted
     append_rows(experiment.folder, *(ended(run, device="GPU") for run in wanted[:3]))
     again = load_experiment(experiment.plan, experiment.folder, "cpu", 1)
     execute.execute(again, start_of(lambda run, device: ended(run)))
@@ -148,12 +156,12 @@ def test_unfinished_seeds_of_another_device_are_made_again_and_finished_ones_kep
 
 @pytest.mark.slow
 def test_runs_in_other_processes_are_those_of_this_one_and_a_killed_one_costs_itself(experiment, trained, monkeypatch):
-    execute.execute(experiment)
+    execute.execute(experiment, functools.partial(execute.start_process, experiment))
     ours, theirs = ({(r.arm, r.seed): r.loss for r in e.rows if r.phase == "final"} for e in (experiment, trained))
     assert len(ours) == 4 and ours.items() <= theirs.items()
     killed = load_experiment(dataclasses.replace(experiment.plan, seeds=3), experiment.folder, "cpu", 2)
     monkeypatch.setattr(execute, "train_run", kill_itself)
-    execute.execute(killed)
+    execute.execute(killed, functools.partial(execute.start_process, killed))
     assert [row.reason for row in failed(killed)] == ["its process was killed, perhaps for lack of memory"] * 2
 
 

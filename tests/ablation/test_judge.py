@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from ablation import execute, study
-from ablation.judge import LOOKS, boundary, pairs_of_looks, verdict
+from ablation.judge import LOOKS, boundary, decide, pairs_of_looks
 from ablation.plan import JUDGED_PAIRS, Plan
 from errors import UserError
 from tests.ablation import simulated
@@ -37,7 +37,7 @@ def test_a_verdict_is_reached_where_p_is_at_most_the_level_and_the_interval_excl
     generator = np.random.default_rng(3)
     for level, look in itertools.product([0.05, 0.018, 0.001], [1, 2, 3, 4, 5] * 4):
         differences = generator.normal(generator.normal(0, 1), 1, 4 * look)
-        result = verdict(differences, look, pairs_of_looks(20), level)
+        result = decide(differences, look, pairs_of_looks(20), level)
         low, high = result["interval"]
         word = "keep" if high < 0 else "discard" if low > 0 else "inconclusive"
         assert result["verdict"] == word and (word != "inconclusive") == (result["p"] <= level)
@@ -60,7 +60,7 @@ def test_of_20_real_comparisons_of_an_arm_with_itself_one_is_kept_and_one_discar
     for _, pairs in table.groupby("comparison"):
         differences = (pairs.loss_again - pairs.loss).to_numpy()
         looks = pairs_of_looks(JUDGED_PAIRS)
-        results = [verdict(differences[: looks[look - 1]], look, looks, 0.05) for look in pairs.look.unique()]
+        results = [decide(differences[: looks[look - 1]], look, looks, 0.05) for look in pairs.look.unique()]
         verdicts = [result["verdict"] for result in results]
         assert verdicts == pairs.verdict.dropna().tolist() and set(verdicts[:-1]) <= {"inconclusive"}
         said.append(verdicts[-1])
@@ -75,7 +75,7 @@ def judged_with(row, start_of, config, tmp_path, capsys):
         plan = dataclasses.replace(PLAN, config=str(config), **fields)
         experiment = execute.Experiment(plan, tmp_path, ["cpu"], "CPU", 1, [])
         start = start_of(lambda run, device: row(run, loss(run)))
-        last = execute.judge(experiment, 0.05, start)
+        last = execute.train_until_verdict(experiment, 0.05, start)
         return [*map(json.loads, capsys.readouterr().out.splitlines()), json.loads(json.dumps(last))]
 
     return judge

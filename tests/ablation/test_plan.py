@@ -40,7 +40,7 @@ def test_a_sweep_is_the_default_where_one_learning_rate_would_be_unfair():
     ("fields", "words"),
     [
         ({"arms": {"a": {"norm": "rms"}, "b": {"norm": "rms", "norm_bias": False}}}, "a and b have the same settings"),
-        ({"vary": {"norm": ["rms", "lay"]}}, "norm=lay: Invalid enum value 'lay'. Did you mean layer?"),
+        ({"vary": {"norm": ["rms", "lay"]}}, "norm is 'lay': Expected rms, .* Did you mean layer?"),
         ({"vary": {"seed": [1, 2]}}, "seed is not a setting that arms can have"),
         ({"vary": GRID, "seeds": 1}, "seeds is 1"),
         ({"vary": GRID, "margin": float("nan")}, "margin is nan"),

@@ -31,7 +31,7 @@ def test_the_numbers_are_those_of_the_study(finish, tmp_path):
     rms, layer = report.headline(pair)  # in order of the loss
     comparison = pair.comparisons[0]
     low, high = comparison.effect.interval
-    loss = f"{pair.schedule.rows_of('final', 'layer').loss.mean():.4f}"
+    loss = f"{pair.rows_of('final', 'layer').loss.mean():.4f}"
     assert layer.startswith(f"layer: {loss} nats per token")
     assert rms.startswith(f"rms: lower, {comparison.effect.estimate:+.4f} [{low:+.4f}, {high:+.4f}]")
     shown = report.write(pair, tmp_path).read_text(encoding="utf-8")
@@ -67,7 +67,7 @@ def test_pairs_that_do_not_count_and_a_limit_that_was_reached_are_said(finish):
 
 def test_a_judged_folder_repeats_the_verdict_and_says_which_interval_is_right(finish, tmp_path):
     verdict = {"verdict": "keep", "difference": -0.1, "interval": [-0.2, -0.05], "reason": "decided after 4 pairs"}
-    (tmp_path / report.VERDICT).write_text(json.dumps(verdict), encoding="utf-8")
+    (tmp_path / report.JUDGE_RESULT).write_text(json.dumps(verdict), encoding="utf-8")
     text = report.markdown_text(finish(PLAN, losses), tmp_path, ())
     assert "- judge: keep, -0.1 [-0.2, -0.05]; decided after 4 pairs\n" in text and "below are too narrow" in text
 

@@ -25,12 +25,13 @@ def test_flags_plans_and_studies_import_no_torch():
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_it_in_one_line_and_the_same_command_resumes(config, tmp_path):
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_end_it_in_one_line_and_the_same_command_resumes(config, tmp_path, stop):
     arguments = ["--config", str(config), "--vary", "norm=layer,rms", "--seeds", "2", "--out", str(tmp_path)]
     first = start(*arguments)
     while len(read_rows(tmp_path)) < 1 and first.poll() is None:
         time.sleep(0.05)
-    first.send_signal(signal.SIGINT)
+    first.send_signal(stop)
     _, errors = first.communicate(timeout=500)
     assert first.returncode == 130 and "Traceback" not in errors and "Warning" not in errors
     assert errors.splitlines()[-1].startswith("stopped; the same command resumes it")

@@ -30,11 +30,10 @@ def study(finish) -> Study:
 
 def test_a_sweep_comes_first_then_reruns_and_final_pairs_at_its_best_learning_rates(study):
     empty = Study(PLAN, as_table([]))
-    schedule = empty.schedule
-    assert {run.phase for run in schedule.wanted} == {"sweep"} and len(schedule.wanted) == 3 * 3 * 3
-    assert empty.comparisons == [] and not schedule.counted_seeds and schedule.chosen_learning_rates == {}
-    assert study.schedule.chosen_learning_rates == dict.fromkeys(ARMS, 2e-2)
-    assert study.schedule.counted_seeds == {1, 2, 3, 4, 5}
+    assert {run.phase for run in empty.wanted} == {"sweep"} and len(empty.wanted) == 3 * 3 * 3
+    assert empty.comparisons == [] and not empty.counted_seeds and empty.chosen_learning_rates == {}
+    assert study.chosen_learning_rates == dict.fromkeys(ARMS, 2e-2)
+    assert study.counted_seeds == {1, 2, 3, 4, 5}
     assert study.rows.phase.value_counts().to_dict() == {"sweep": 27, "rerun": 2, "final": 15}
     assert sorted(study.rows[study.rows.phase == "rerun"].perturbation) == [1e-6, 0.05]
 
@@ -42,12 +41,12 @@ def test_a_sweep_comes_first_then_reruns_and_final_pairs_at_its_best_learning_ra
 def test_a_learning_rate_at_which_a_run_diverged_or_is_missing_is_not_chosen(finish):
     bad = ("rms", 1002, 2e-2)
     diverged = finish(PLAN, lambda run: None if (run.arm, run.seed, run.learning_rate) == bad else bowl(run))
-    assert diverged.schedule.chosen_learning_rates["layer"] == 2e-2 != diverged.schedule.chosen_learning_rates["rms"]
+    assert diverged.chosen_learning_rates["layer"] == 2e-2 != diverged.chosen_learning_rates["rms"]
     rows = diverged.rows
     swept = Study(PLAN, rows[(rows.arm != "rms") | (rows.seed != 1002) | (rows.learning_rate != 2e-2)])
-    assert math.isnan(swept.schedule.sweep.loc["rms", 2e-2]) and swept.schedule.chosen_learning_rates == {}
+    assert math.isnan(swept.sweep.loc["rms", 2e-2]) and swept.chosen_learning_rates == {}
     nowhere = finish(PLAN, lambda run: None if run.arm == "none" else bowl(run))
-    assert {*nowhere.schedule.chosen_learning_rates} == {"layer", "rms"}
+    assert {*nowhere.chosen_learning_rates} == {"layer", "rms"}
     assert [c.arm for c in nowhere.comparisons] == ["rms"]
 
 
@@ -68,31 +67,25 @@ def test_a_pilot_fixes_the_number_of_final_pairs_and_decides_nothing_else(finish
         return 3 + (np.random.default_rng([run.seed, len(run.phase)]).normal(0, 0.01) if run.arm == "b" else 0)
 
     study = finish(plan, noisy)
-    pilot = study.schedule.paired("pilot", "b").difference
-    assert len(pilot) == 8 and study.schedule.pairs == len(study.schedule.rows_of("final", "b")) > 5
-    assert len(study.comparisons[0].differences) == study.schedule.pairs and not {*pilot} & {
-        *study.comparisons[0].differences
-    }
-    started = Study(plan, study.rows[study.rows.phase == "pilot"].iloc[:-1]).schedule
+    pilot = study.paired("pilot", "b").difference
+    assert len(pilot) == 8 and study.pairs == len(study.rows_of("final", "b")) > 5
+    assert len(study.comparisons[0].differences) == study.pairs and not {*pilot} & {*study.comparisons[0].differences}
+    started = Study(plan, study.rows[study.rows.phase == "pilot"].iloc[:-1])
     assert started.pairs is None and {run.phase for run in started.remaining} == {"pilot"}
 
 
 def test_hours_limit_all_runs_and_cut_whole_seeds(finish):
     limited = dataclasses.replace(PLAN, hours=(27 + 2 + 3 * 3 + 1) * 10 / 3600)
     cut = finish(limited, bowl, seconds=20.0, workers=2)
-    assert (
-        len(cut.schedule.counted_seeds) == 3
-        and {c.effect.n for c in cut.comparisons} == {3}
-        and cut.schedule.pairs == 5
-    )
+    assert len(cut.counted_seeds) == 3 and {c.effect.n for c in cut.comparisons} == {3} and cut.pairs == 5
 
 
 def test_runs_that_failed_at_once_do_not_make_others_look_shorter(row):
     plan = dataclasses.replace(PLAN, learning_rates=(1e-3,), seeds=8, rerun_seeds=0, hours=22)
-    first = Study(plan, as_table([])).schedule.remaining[: 3 * len(plan.all_arms)]
+    first = Study(plan, as_table([])).remaining[: 3 * len(plan.all_arms)]
     rows = [row(run, 3.0, seconds=3600.0) for run in first[:-1]] + [row(first[-1], None, status="failed", seconds=0.0)]
     used, of_seed = len(rows) - 1, len(plan.all_arms)
-    assert len(Study(plan, as_table(rows)).schedule.remaining) == (22 - used) // of_seed * of_seed
+    assert len(Study(plan, as_table(rows)).remaining) == (22 - used) // of_seed * of_seed
 
 
 def test_reruns_tell_rounding_from_a_change_that_means_nothing(finish):

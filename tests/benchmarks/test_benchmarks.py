@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import kernels
-from ablation.settings import replace_settings
+from ablation.plan import replace_settings
 from benchmarks import decoding, timing, training
 from benchmarks import kernels as kernel_benchmarks
 from benchmarks.decoding import Case, bytes_read, llama2c
