@@ -23,7 +23,7 @@ from errors import exit_on_user_error, printable
 from files import locked
 from flags import call_with_flags
 from model.decoder import center_residual_writers
-from training.checkpoint import load_moments
+from training.checkpoint import load_moments, read_state
 from training.loop import save, train_steps
 from training.session import set_up
 
@@ -48,8 +48,8 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
         if centered:
             center_residual_writers(session.model)
         if is_branch:
-            moments = load_moments(folder / start / "last", session.model, session.optimizer)
-            session.state = dataclasses.replace(moments, seconds=0.0)
+            load_moments(folder / start / "last", session.model, session.optimizer)
+            session.state = dataclasses.replace(read_state(folder / start / "last"), seconds=0.0)
         for quarter in (1, 2, 3):
             if not start and f"quarter {quarter}" in starts:
                 next(result for result in train_steps(session) if result.step == quarter * session.steps // 4)

@@ -16,8 +16,8 @@ from errors import exit_on_user_error
 from flags import call_with_flags
 from training import plot
 
-PROGRAMS = {script.__name__: script.main for script in (train, generate, ablate)} | {"plot": plot.main}
-PROGRAMS["serve"] = lambda: call_with_flags(serve.main)
+PROGRAMS = {script.__name__: script.main for script in (train, generate, ablate)}
+PROGRAMS |= {"serve": lambda: call_with_flags(serve.main), "plot": lambda: call_with_flags(plot.main)}
 
 # A command line and a pattern of its error. RUN is a run of two steps, BAD a folder of what is not right.
 MISTAKES = r"""

@@ -7,8 +7,8 @@
 
 With --shard every process writes files like model-00001-of-00004.safetensors, with an index in Hugging Face's format.
 A save writes `last.new`, fsyncs it, renames `last` to `last.old` and `last.new` to `last`, and deletes `last.old`:
-wherever that is interrupted, one of the three is complete, and readers take the first complete one. Nothing is pickled.
-There is no random state: nothing in training draws from torch's global generators.
+wherever that is interrupted, one of the three is complete, and readers take the first complete one. Nothing is pickled,
+and there is no random state: nothing in training draws from torch's global generators.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from errors import UserError, reading
 from files import fsync, replace_text
 from generation.settings import SMALL_MODELS
 from model.decoder import Decoder
-from training.shard import distribute_like, owned_tensors
+from training.processes import Processes, distribute_like, owned_tensors
 
 
 @dataclass(frozen=True)
@@ -48,31 +48,32 @@ class State:
 
 
 def write_tensors(
-    last: Path, model: Decoder, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, rank: int, writers: int
+    last: Path, model: Decoder, optimizer: torch.optim.Optimizer, tokenizer: Tokenizer, processes: Processes
 ) -> None:
     """Write a process's share of the tensors into `last`.new, and config.json, which is the same in all processes."""
     _, new, _ = save_paths(last)
+    rank = processes.rank
+    writers = processes.count if processes.sharded and model.lora is None else 1  # an adapter is one file
+    suffix = f"-{rank + 1:05}-of-{writers:05}.safetensors" if writers > 1 else ".safetensors"
     weights = {name: tensor for name, tensor in model.state_dict().items() if model.lora is None or ".lora_" in name}
-    moments = {  # as `load_moments` reads them
-        f"{moment}.{name}": value
-        for name, parameter in model.named_parameters()
-        for moment, value in optimizer.state.get(parameter, {}).items()
-    }
+    moments = {}
+    for name, parameter in model.named_parameters():
+        for moment, value in optimizer.state.get(parameter, {}).items():
+            moments[f"{moment}.{name}"] = value
     weights, moments = (owned_tensors(tensors, writers, rank, "cpu")[1] for tensors in (weights, moments))
     if rank < writers:
-        suffix = f"-{rank + 1:05}-of-{writers:05}.safetensors" if writers > 1 else ".safetensors"
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
         save_pretrained(model, new, **ids, state=weights, file=f"model{suffix}")
         save_tensors(moments, new / f"training_state{suffix}")
         fsync(*new.glob(f"*{suffix}"))
 
 
-def publish_save(last: Path, state: State, tokenizer: Tokenizer, *, is_adapter: bool, is_best: bool) -> None:
+def publish_save(last: Path, state: State, tokenizer: Tokenizer, *, is_best: bool) -> None:
     """Write the files beside the tensors, and the indexes of what several processes wrote, and publish the folder."""
     _, new, _ = save_paths(last)
     tokenizer.save(new)
     generation = tokenizer.fields("generation_config.json")
-    if not generation and not is_adapter:
+    if not generation and (new / "config.json").is_file():  # an adapter has none
         bos = {} if tokenizer.bos_id is None else {"bos_token_id": tokenizer.bos_id}
         generation = bos | {"eos_token_id": tokenizer.eos_id}
     if generation and not {"do_sample", "temperature"} & generation.keys():
@@ -97,9 +98,7 @@ def publish(target: Path, state: State) -> None:
     fsync(new)
     with contextlib.suppress(FileNotFoundError):
         target.rename(old)
-    new.rename(target)
-    fsync(target.parent)
-    delete(old)
+    recover_interrupted_save(target)
 
 
 def delete(directory: Path) -> None:
@@ -110,11 +109,12 @@ def delete(directory: Path) -> None:
 
 
 def recover_interrupted_save(target: Path) -> None:
-    """Finish or undo an interrupted save: afterwards only `target` is left, if any of the three was complete."""
+    """Finish or undo a save: afterwards only `target` is left, if any of the three was complete."""
     for candidate in save_paths(target)[1:]:
         if not is_complete(target) and is_complete(candidate):
             delete(target)
             candidate.rename(target)
+            fsync(target.parent)  # before what it replaces is deleted
         delete(candidate)
 
 
@@ -124,9 +124,10 @@ def find_complete(target: Path) -> Path | None:
 
 
 def find_last(run_dir: Path) -> Path:
-    if last := find_complete(run_dir / "last"):
-        return last
-    raise UserError(f"{run_dir} cannot be resumed: {describe_saves(run_dir)}; start a new run.")
+    last = find_complete(run_dir / "last")
+    if last is None:
+        raise UserError(f"{run_dir} cannot be resumed: {describe_saves(run_dir)}; start a new run.")
+    return last
 
 
 def describe_saves(run_dir: Path) -> str:
@@ -143,8 +144,8 @@ def read_state(directory: Path) -> State:
         return msgspec.json.decode((directory / "state.json").read_bytes(), type=State)
 
 
-def load_moments(directory: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> State:
-    """Load the optimizer's moments, those of parameters that the model has; returns the state that they are of."""
+def load_moments(directory: Path, model: Decoder, optimizer: torch.optim.Optimizer) -> None:
+    """Load the optimizer's moments, those of parameters that the model has."""
     parameters = dict(model.named_parameters())
     for path in find_weight_files(directory, "training_state.safetensors"):
         with reading(path, "the run cannot be resumed"):
@@ -154,4 +155,3 @@ def load_moments(directory: Path, model: Decoder, optimizer: torch.optim.Optimiz
             if name in parameters:
                 value = value.to(parameters[name].device, copy=True)  # not the mapped file
                 optimizer.state[parameters[name]][moment] = distribute_like(value, parameters[name])
-    return read_state(directory)

@@ -23,29 +23,29 @@ LESS_MEMORY = "use a smaller --micro-batch-size, --activation-checkpointing, a s
 
 def run(command: Command) -> int:
     """Run what the command line asks for; returns the exit status, 128 + the number of the signal that stopped it."""
-    actions, settings, action, stopped_by = command.actions, command.settings, None, 0
-    if actions.dry_run:
-        action = estimate
-    elif actions.prepare:
-        action = prepare_text
-    elif actions.eval_only:
-        action = evaluate_checkpoint
+    actions, settings = command.actions, command.settings
+    stopped_by = 0
     with explain_out_of_memory(f"too little memory; {LESS_MEMORY}."), explain_lost_process():
-        if action is not None:
-            if is_main_process():
-                action(settings)
-        elif is_main_process():
-            stopped_by = train_in_own_folder(command)
-        else:
+        if not is_main_process():
             with contextlib.redirect_stdout(None):
-                stopped_by = train(settings, Path(actions.resume or "runs"), resume=actions.resume is not None)
+                if not (actions.dry_run or actions.prepare or actions.eval_only):
+                    stopped_by = train(settings, Path(actions.resume or "runs"), resume=actions.resume is not None)
+        elif actions.dry_run:
+            estimate(settings)
+        elif actions.prepare:
+            print(f"text: {prepare_corpus(settings).description}")
+        elif actions.eval_only:
+            evaluate_checkpoint(settings)
+        else:
+            stopped_by = train_in_own_folder(command)
     return 128 + stopped_by if stopped_by else 0
 
 
 def train_in_own_folder(command: Command) -> int:
     """Train in a folder that no other process uses: the one to resume, or a new one, which a failed start deletes."""
-    actions, settings, resume = command.actions, command.settings, command.actions.resume is not None
-    run_dir = Path(actions.resume) if resume else make_run_dir(settings, Path(actions.config).stem)
+    settings = command.settings
+    resume = command.actions.resume is not None
+    run_dir = Path(command.actions.resume or settings.run.out or make_run_dir(settings, command.actions.config))
     with locked(run_dir):
         if not resume and os.listdir(run_dir) != [LOCK]:
             raise UserError(f"{run_dir} is not empty, and runs are never overwritten; use another --out, or --resume.")
@@ -57,20 +57,14 @@ def train_in_own_folder(command: Command) -> int:
 
 
 def make_run_dir(settings: Settings, config: str) -> Path:
-    """The folder of a new run: `--out`, or runs/CONFIG-NORM with a number, made here so that no other run gets it."""
-    if settings.run.out is not None:
-        return Path(settings.run.out)
+    """The folder of a new run, runs/CONFIG-NORM or runs/TEXT-NORM with a number, made here so that no other gets it."""
     text = re.sub(r"\W+", "-", Path(settings.data.data[0]).stem)[:64].strip("-")  # name of a file, folder or data set
-    first = Path("runs", f"{config if text in ('', 'python') else text}-{settings.model.norm}")
-    for copy in itertools.count(1):
-        run_dir = first if copy == 1 else first.with_name(f"{first.name}-{copy}")
+    name = f"{Path(config).stem if text in ('', 'python') else text}-{settings.model.norm}"
+    for count in itertools.count(1):
+        run_dir = Path("runs", name if count == 1 else f"{name}-{count}")
         with contextlib.suppress(FileExistsError):
             run_dir.mkdir(parents=True)
             return run_dir
-
-
-def prepare_text(settings: Settings) -> None:
-    print(f"text: {prepare_corpus(settings).description}")
 
 
 def evaluate_checkpoint(settings: Settings) -> None:
@@ -79,8 +73,9 @@ def evaluate_checkpoint(settings: Settings) -> None:
     if directory is None:
         raise UserError("--eval-only needs --init-from: the run folder, checkpoint directory or Hub id to evaluate.")
     device, dtype = choose_machine(settings.machine)
-    corpus, model = prepare_corpus(settings), load_pretrained(Path(directory), device=device, compute_dtype=dtype)
-    windows = f"in windows of {data.sequence_length} tokens"
-    print(f"{directory} on all of {', '.join(data.data)}, also what a run on it trains on, {windows}")
+    corpus = prepare_corpus(settings)
+    model = load_pretrained(directory, device=device, compute_dtype=dtype)
+    text = f"all of {', '.join(data.data)}, also what a run on it trains on"
+    print(f"{directory} on {text}, in windows of {data.sequence_length} tokens")
     batches = corpus.all_batches(data.sequence_length, data.micro_batch())
     print(evaluate(model, batches, corpus.everything_bytes, device))

@@ -28,7 +28,9 @@ def estimate(settings: Settings) -> float:
     """Print what one process needs, and return the seconds of all steps, NaN where they are not measured."""
     device, dtype = choose_machine(settings.machine)
     model, data, steps, rank = settings.model, settings.data, settings.optimizer.steps, settings.run.lora
-    tokens, flops = steps * data.batch_size * data.sequence_length, flops_per_token(model, data.sequence_length)
+    batch_tokens = data.batch_size * data.sequence_length
+    tokens = steps * batch_tokens
+    flops = flops_per_token(model, data.sequence_length)
     adapter = "" if rank is None else f", all frozen; {adapter_parameters(model, rank):,} of an adapter learn"
     print(f"model     {num_parameters(model):,} parameters, {model.norm} norm{adapter}")
     batch = f"{data.batch_size} sequences of {data.sequence_length}"
@@ -37,26 +39,32 @@ def estimate(settings: Settings) -> float:
     conversations = is_here and find_conversations(resolve(data)) is not None
     if is_here and not conversations:
         size = sum(file.size for file in resolve(data)) / BYTES_PER_TOKEN
-        small = ": too small for a batch" if size < data.batch_size * data.sequence_length else ""
+        small = ": too small for a batch" if size < batch_tokens else ""
         print(f"text      {epochs(tokens, size)}, if a token has {BYTES_PER_TOKEN} bytes{small}")
     print(f"compute   {flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million per token")
-    sizes = memory(settings, dtype, device)
-    listed = ", ".join(f"{what} {format_bytes(size)}" for what, size in sizes.items())
-    micro_batch = f"a micro-batch of {data.micro_batch()} in {str(dtype).removeprefix('torch.')}"
-    print(f"memory    {format_bytes(sum(sizes.values()))}: {listed} for {micro_batch}", flush=True)
-    if settings.machine.shard:
-        divided = sum(sizes.values()) - sizes["activations"]
-        if settings.optimizer.optimizer == "muon":  # a process has the whole matrices that it orthogonalizes
-            divided += 8 * num_parameters(model)
-        # Also the gathered weights of embedding, head and two layers, and their gradients.
-        each = sizes["activations"] + 8 * num_parameters(dataclasses.replace(model, num_hidden_layers=2))
-        print("sharded   " + ", ".join(f"{format_bytes(divided / n + each)} on each of {n}" for n in (2, 4, 8)))
+    print_memory(settings, dtype, device)
     seconds = measure_time(settings, device, dtype)
     if conversations and settings.run.init_from:
         corpus = prepare_corpus(settings)
         print(f"text      {epochs(tokens, corpus.count_sequences(data) * data.sequence_length)}")
         print(f"a row of conversations, in which lines with + are learned:\n{corpus.show_row()}")
     return seconds
+
+
+def print_memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> None:
+    """Print the memory of a process alone and, with --shard, of one of several."""
+    sizes = memory(settings, dtype, device)
+    listed = ", ".join(f"{what} {format_bytes(size)}" for what, size in sizes.items())
+    micro_batch = f"a micro-batch of {settings.data.micro_batch()} in {str(dtype).removeprefix('torch.')}"
+    print(f"memory    {format_bytes(sum(sizes.values()))}: {listed} for {micro_batch}", flush=True)
+    if settings.machine.shard:
+        activations = sizes.pop("activations")
+        # Undivided: also the gathered weights of embedding, head and two layers, and their gradients.
+        each = activations + 8 * num_parameters(dataclasses.replace(settings.model, num_hidden_layers=2))
+        if settings.optimizer.optimizer == "muon":  # a process has the complete matrices that it orthogonalizes
+            sizes["orthogonalized"] = 8 * num_parameters(settings.model)
+        shares = {count: format_bytes(sum(sizes.values()) / count + each) for count in (2, 4, 8)}
+        print("sharded   " + ", ".join(f"{share} on each of {count}" for count, share in shares.items()))
 
 
 def memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
@@ -73,9 +81,9 @@ def memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> dict
     logits = tokens * dtype.itemsize * model.vocab_size  # or their gradient
     if fused:  # some tokens at a time
         logits = min(logits, kernels.gpu.WORKSPACE)
-    activations = tokens * dtype.itemsize * kept_elements(settings, fused)
+    activations = tokens * dtype.itemsize * kept_elements(settings, fused) + logits
     moments = 2 * learned - one_moment  # AdamW keeps two, Muon one
-    return {"weights": weights, "gradients": learned, "moments": moments, "activations": activations + logits}
+    return {"weights": weights, "gradients": learned, "moments": moments, "activations": activations}
 
 
 def kept_elements(settings: Settings, fused: bool) -> int:
@@ -84,14 +92,12 @@ def kept_elements(settings: Settings, fused: bool) -> int:
     and v as they were packed, and the product of gate and up, as LoRA does. With checkpointing, each layer keeps its
     two inputs, and one layer at a time is computed again.
     """
-    config, layers = settings.model, settings.model.num_hidden_layers
-    width, hidden = config.hidden_size, config.intermediate_size
+    config = settings.model
+    layers, width, hidden = config.num_hidden_layers, config.hidden_size, config.intermediate_size
     heads = (config.num_attention_heads + config.num_key_value_heads) * config.resolved_head_dim
-    layer = 4 * width + 2 * (heads + hidden)
-    if not fused:
-        layer += heads
-    if not fused or settings.run.lora is not None:
-        layer += hidden
+    packed_heads = 0 if fused else heads
+    product = 0 if fused and settings.run.lora is None else hidden
+    layer = 4 * width + 2 * (heads + hidden) + packed_heads + product
     if settings.machine.activation_checkpointing:
         return layers * 2 * width + layer + 2 * width  # the last: of the final norm
     return layers * layer + 2 * width

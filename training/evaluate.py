@@ -1,5 +1,6 @@
 """The loss on a whole validation set, over every token: in nats per token, as perplexity and in bits per byte."""
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -33,11 +34,11 @@ class Evaluation:
         return None if self.text_bytes is None else self.nats / math.log(2) / self.text_bytes
 
     def __str__(self) -> str:
-        loss, perplexity = f"{self.loss:.4f} nats per", f"perplexity {self.perplexity:.2f}"
+        perplexity = f"perplexity {self.perplexity:.2f}"
         if self.text_bytes is None:
-            return f"{loss} answer token, {perplexity} ({self.tokens:,} tokens)"
+            return f"{self.loss:.4f} nats per answer token, {perplexity} ({self.tokens:,} tokens)"
         sizes = f"{self.tokens:,} tokens, {self.text_bytes:,} bytes"
-        return f"{loss} token, {perplexity}, {self.bits_per_byte:.4f} bits per byte ({sizes})"
+        return f"{self.loss:.4f} nats per token, {perplexity}, {self.bits_per_byte:.4f} bits per byte ({sizes})"
 
 
 @torch.no_grad()
@@ -45,16 +46,15 @@ def evaluate(
     model: Decoder, windows: Iterable[Batch], text_bytes: int | None, device: torch.device, processes: Processes = ALONE
 ) -> Evaluation:
     """Sum the loss over `windows`, batches of int64 (B, T); the processes share the windows out."""
-    nats, tokens, turn = 0.0, 0, 0  # turn: the rank of the next window
+    nats, tokens = 0.0, 0
+    windows = iter(windows)
     model.eval()  # matters to BatchNorm, the one norm that keeps running statistics
-    for batch in windows:
-        if turn == processes.rank:
-            nats += model(*(torch.from_numpy(array).to(device) for array in batch)).sum().item()
+    while turn := list(itertools.islice(windows, processes.count)):
+        # A process without a window in the last turn drops its result: a sharded forward pass needs all processes.
+        batch = turn[min(processes.rank, len(turn) - 1)]
+        loss = model(*(torch.from_numpy(array).to(device) for array in batch))
+        if processes.rank < len(turn):
+            nats += loss.sum().item()
             tokens += int((batch[1] != IGNORED).sum())
-        turn = (turn + 1) % processes.count
-    # Ranks without a last window run it again and drop the result: a sharded forward pass needs all processes.
-    if 0 < turn <= processes.rank:
-        model(*(torch.from_numpy(array).to(device) for array in batch))
     model.train()
-    nats, tokens = processes.sum(nats, tokens)
-    return Evaluation(nats, int(tokens), text_bytes)
+    return Evaluation(processes.sum(nats), int(processes.sum(tokens)), text_bytes)

@@ -3,10 +3,8 @@
 Batches and learning rates are functions of the step number: weights, moments and that number are all of a run's state.
 """
 
-import contextlib
 import dataclasses
 import math
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +14,9 @@ from tqdm import tqdm
 from errors import UserError
 from training import checkpoint, metrics
 from training.evaluate import evaluate
-from training.processes import finish_processes
+from training.optimizer import learning_rate
+from training.processes import finish_processes, stop_signals
 from training.progress import report_end, show_evaluation, show_step
-from training.schedule import learning_rate
 from training.session import Session, set_up
 from training.settings import Settings, save_settings
 from training.step import Diverged, StepResult, train_step
@@ -28,16 +26,18 @@ def train_steps(session: Session) -> Iterator[StepResult]:
     """Take one optimizer step per iteration, from `session.state.step` to `session.steps`. When a result is yielded,
     weights and `session.state` include its step, and the caller can evaluate, save, change the state, or stop.
     """
-    settings, optimizer, scaler = session.settings, session.optimizer, session.scaler
-    data, clip, processes = settings.data, settings.optimizer.clip, session.processes
+    data, optimizer, scaler = session.settings.data, session.optimizer, session.scaler
+    settings = session.settings.optimizer
     while session.state.step < session.steps:
-        start, state = time.perf_counter(), session.state
-        lr = learning_rate(state.step, session.steps, settings.optimizer)
+        state = session.state
+        start = time.perf_counter()
+        lr = learning_rate(state.step, session.steps, settings)
         for group in optimizer.param_groups:
             group["lr"] = lr * group["lr_multiplier"]
+        micro_batches = session.micro_batches(state.step)
         try:
             loss, gradient_norm = train_step(
-                session.forward, session.micro_batches(state.step), optimizer, scaler, clip, processes, session.device
+                session.forward, micro_batches, optimizer, scaler, settings.clip, session.processes, session.device
             )
         except Diverged as error:
             raise diverged(session, state.step + 1, str(error)) from None
@@ -55,23 +55,24 @@ def train_steps(session: Session) -> Iterator[StepResult]:
 def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
     """Train a run in the folder `run_dir`; returns 0, or the number of the signal that stopped it after a save."""
     session = set_up(settings, run_dir, resume=resume)
-    processes, stopped_by = session.processes, 0
+    processes = session.processes
     processes.wait()  # all have read the save that `open_run` may rename
     if processes.is_main:
-        open_run(session, run_dir)
+        open_run(session)
     hidden = None if processes.is_main else True  # None: hidden where standard error is no terminal
     bar = tqdm(total=session.steps, initial=session.state.step, unit="step", disable=hidden, dynamic_ncols=True)
+    stopped_by = 0
     with stop_signals(second_interrupts=processes.count == 1) as received, bar:
         if settings.run.init_from is not None and not resume:
-            evaluate_and_save(session, bar)
+            evaluate_and_save(session)
         for result in train_steps(session):
             if processes.is_main:
                 so_far = {"tokens": session.state.tokens, "seconds": session.state.seconds}
-                metrics.write(run_dir, **vars(result) | so_far)
+                metrics.write(session.run_dir, **vars(result) | so_far)
                 show_step(session, bar, result)
             stopped_by = int(processes.max(received[-1]))
             if result.step % settings.run.evaluate_every == 0 or result.step == session.steps:
-                evaluate_and_save(session, bar)
+                evaluate_and_save(session)
             elif stopped_by:
                 save(session)
             if stopped_by:
@@ -83,19 +84,20 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
     return 0 if session.state.step == session.steps else stopped_by
 
 
-def open_run(session: Session, run_dir: Path) -> None:
+def open_run(session: Session) -> None:
     """Make the run folder, finish an interrupted save, shorten metrics.jsonl to it, and write settings.toml."""
+    run_dir, steps = session.run_dir, session.steps
     run_dir.mkdir(parents=True, exist_ok=True)
     for name in ("last", "best"):
         checkpoint.recover_interrupted_save(run_dir / name)
     metrics.keep_until(run_dir, session.state.step)
     save_settings(session.settings, run_dir / "settings.toml")  # once nothing else can refuse to start
     print(f"run: {run_dir} (metrics.jsonl, settings.toml); Ctrl-C stops and saves", flush=True)
-    if session.settings.optimizer.warmup_steps >= session.steps >= 10 and session.state.step == 0:
-        print(f"note: the learning rate rises until the last step; better is --warmup-steps {session.steps // 10}")
+    if session.settings.optimizer.warmup_steps >= steps >= 10 and session.state.step == 0:
+        print(f"note: the learning rate rises until the last step; better is --warmup-steps {steps // 10}")
 
 
-def evaluate_and_save(session: Session, bar: tqdm) -> None:
+def evaluate_and_save(session: Session) -> None:
     """Evaluate on all processes and save, also `best/` if the loss is the lowest so far."""
     corpus, data, processes = session.corpus, session.settings.data, session.processes
     windows = corpus.validation_batches(data.sequence_length, data.micro_batch(processes.count))
@@ -103,12 +105,12 @@ def evaluate_and_save(session: Session, bar: tqdm) -> None:
     if not math.isfinite(result.loss):
         raise diverged(session, session.state.step, f"the validation loss is {result.loss:g}")
     session.validation_losses.append(result.loss)
-    if session.processes.is_main:
+    if processes.is_main:
         means = dict(validation_loss=result.loss, perplexity=result.perplexity, bits_per_byte=result.bits_per_byte)
         metrics.write(session.run_dir, session.state.step, **means)
     save(session, result.loss)
-    if session.processes.is_main:
-        show_evaluation(session, bar, result)
+    if processes.is_main:
+        show_evaluation(session, result)
 
 
 def save(session: Session, validation_loss: float | None = None) -> None:
@@ -118,41 +120,18 @@ def save(session: Session, validation_loss: float | None = None) -> None:
     is_best = validation_loss is not None and (best is None or validation_loss < best)
     if is_best:
         state = dataclasses.replace(state, best_validation_loss=validation_loss)
-    last, model = session.run_dir / "last", session.model
-    writers = processes.count if session.sharded and model.lora is None else 1  # an adapter is one file
+    last = session.run_dir / "last"
     try:
-        checkpoint.write_tensors(last, model, session.optimizer, tokenizer, processes.rank, writers)
+        checkpoint.write_tensors(last, session.model, session.optimizer, tokenizer, processes)
         processes.wait()  # what follows needs the files of all processes
         if processes.is_main:
-            checkpoint.publish_save(last, state, tokenizer, is_adapter=model.lora is not None, is_best=is_best)
+            checkpoint.publish_save(last, state, tokenizer, is_best=is_best)
     except OSError as error:
         saves = checkpoint.describe_saves(session.run_dir)
         raise UserError(f"step {state.step} cannot be saved ({error}); {saves}.") from error
     session.state = state
 
 
-def diverged(session: Session, step: int, what: str) -> Diverged:
+def diverged(session: Session, step: int, problem: str) -> Diverged:
     saves = checkpoint.describe_saves(session.run_dir)
-    return Diverged(f"step {step}: {what}; {saves}. Try a lower --learning-rate, or --dtype float32.")
-
-
-@contextlib.contextmanager
-def stop_signals(*, second_interrupts: bool) -> Iterator[list[int]]:
-    """A list that begins with 0 and gets each SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) inside the block.
-    With several processes a second one is ignored: the terminal signals each, and then torchrun does.
-    """
-    received = [0]
-
-    def receive(signum: int, _: object) -> None:
-        if received[-1] and second_interrupts:
-            raise KeyboardInterrupt
-        received.append(signum)
-
-    signums = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP
-    handled = [signum for signum in signums if signal.getsignal(signum) != signal.SIG_IGN]  # as nohup sets it
-    previous = {signum: signal.signal(signum, receive) for signum in handled}
-    try:
-        yield received
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
+    return Diverged(f"step {step}: {problem}; {saves}. Try a lower --learning-rate, or --dtype float32.")

@@ -12,7 +12,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor, nn
 
-from training.shard import gathered
+from training.processes import gathered
 
 MOMENTUM = 0.95
 ROW_DECAY = 0.95  # decay of the moving average of a row's mean square

@@ -6,6 +6,7 @@ matrices that learn from every token (as in Yang et al. 2022, Tensor Programs V,
 """
 
 import fnmatch
+import math
 from collections import defaultdict
 
 import torch
@@ -60,3 +61,20 @@ def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.d
         return adamw
     dtype = torch.bfloat16 if model.compute_dtype == torch.bfloat16 else torch.float32
     return Muon({"params": [*rows], "weight_decay": decay, "lr_multiplier": 1.0}, rows, adamw, dtype)
+
+
+def learning_rate(step: int, steps: int, settings: OptimizerSettings) -> float:
+    """Learning rate of step 0 <= step < steps: linear warm-up, then a decay to the final learning rate.
+
+    cosine: half a cosine after the warm-up (Loshchilov and Hutter 2017, SGDR, equation 5).
+    wsd: constant, then linear over the last `decay_fraction` of the steps (Hu et al. 2024, MiniCPM, section 4).
+    """
+    warmup = min(settings.warmup_steps, steps)
+    if step < warmup:
+        return settings.learning_rate * (step + 1) / warmup
+    wsd = settings.schedule == "wsd"
+    decay_start = max(warmup, steps - round(settings.decay_fraction * steps)) if wsd else warmup
+    progress = max(0, step + 1 - decay_start) / max(1, steps - decay_start)  # 0 before the decay, 1 at the last step
+    remaining = 1 - progress if wsd else (1 + math.cos(math.pi * progress)) / 2
+    final = settings.final_learning_rate
+    return settings.learning_rate * (final + (1 - final) * remaining)

@@ -1,16 +1,15 @@
-"""Loss curves of one or more runs: training loss, validation loss, and the final bits per byte in the legend.
+"""Loss curves of runs: `python -m training.plot runs/tiny-rms runs/tiny-layer --out norms.png` draws two into one."""
 
-`python -m training.plot runs/tiny-rms runs/tiny-layer --out norms.png` draws several runs into one plot.
-"""
-
-import argparse
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import tyro
 
 from errors import UserError, exit_on_user_error, printable
 from files import replacing
+from flags import call_with_flags
 from training import metrics
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # told apart without colour vision: Okabe and Ito 2008
@@ -28,13 +27,14 @@ def use_chinese_fonts() -> None:
     warnings.filterwarnings("ignore", "Glyph .* missing from font")
 
 
-def draw(runs: list[Path], path: Path) -> None:
+def draw(runs: Sequence[Path], path: Path) -> None:
     from matplotlib.figure import Figure  # takes half a second to import: only when something is drawn
 
     use_chinese_fonts()
     axes = Figure(figsize=(8, 4.5), dpi=120, layout="constrained").add_subplot()
     for i, run in enumerate(runs):
-        lines, style = metrics.read(run), {"color": COLOURS[i % 4], "linestyle": DASHES[i % 4]}
+        style = {"color": COLOURS[i % 4], "linestyle": DASHES[i % 4]}
+        lines = metrics.read(run)
         training = [line for line in lines if isinstance(line.get("loss"), float)]
         if training:
             size = min(SMOOTHED, len(training))
@@ -44,7 +44,7 @@ def draw(runs: list[Path], path: Path) -> None:
         if evaluations:
             steps, losses = ([line[key] for line in evaluations] for key in ("step", "validation_loss"))
             label = f"{run.name}: {steps[-1]:,} steps, {losses[-1]:.3f} nats per token"
-            if "bits_per_byte" in evaluations[-1]:
+            if "bits_per_byte" in evaluations[-1]:  # not of conversations
                 label += f", {evaluations[-1]['bits_per_byte']:.3f} bits per byte"
             axes.plot(steps, losses, marker="o", markersize=4, label=label, **style)
             axes.legend(frameon=False, title="thin: training, smoothed     dots: validation")
@@ -56,23 +56,20 @@ def draw(runs: list[Path], path: Path) -> None:
         axes.figure.savefig(file, format=path.suffix[1:])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m training.plot", description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run folder, such as runs/tiny-rms")
-    parser.add_argument("--out", type=Path, help="the picture to write, PNG or SVG; of one run by default its loss.png")
-    arguments = parser.parse_args()
-    for run in arguments.runs:
+def main(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path | None = None) -> None:
+    """Draw the losses of run folders into a picture, PNG or SVG; --out is needed unless it is loss.png of one run."""
+    if len(runs) != 1 and out is None:
+        raise UserError("several runs need --out, such as --out losses.png; give it, or one run.")
+    for run in runs:
         if not (run / metrics.NAME).is_file():
             raise UserError(f"{run} has no {metrics.NAME}; give the folder of a run, such as runs/tiny-rms.")
-    if arguments.out is None and len(arguments.runs) > 1:
-        raise UserError("several runs need --out, such as --out losses.png.")
-    path = arguments.out or arguments.runs[0] / "loss.png"
+    path = out or runs[0] / "loss.png"
     if path.suffix not in (".png", ".svg"):
         raise UserError(f"--out {path} must end in .png or .svg.")
-    draw(arguments.runs, path)
+    draw(runs, path)
     print(printable(f"written: {path}"))
 
 
 if __name__ == "__main__":
     with exit_on_user_error():
-        main()
+        call_with_flags(main, prog="python -m training.plot")

@@ -1,24 +1,27 @@
-"""Data-parallel training in several processes, one for each GPU, started by `torchrun --nproc-per-node N train.py`.
-
-With a single process there is no group: sums and maxima return their arguments, and everything else does nothing.
+"""Training in several processes, one for each GPU, started by `torchrun --nproc-per-node N train.py`; and the signals
+that stop it. With `--shard` weights, gradients and moments are divided by rows among the processes: PyTorch's FSDP2.
 """
 
 import contextlib
 import hashlib
 import os
+import signal
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import kernels
 from errors import UserError
+from model.decoder import Decoder
+from training.settings import MachineSettings
 
 
 @dataclass(frozen=True)
@@ -29,25 +32,23 @@ class Processes:
     count: int = 1
     store: dist.Store | None = None  # keys that all processes see
     device: torch.device | None = None  # device of this process; a single one chooses its own
+    sharded: bool = False  # whether the weights are divided among them
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     @contextlib.contextmanager
-    def main_first(self, key: str) -> Iterator[None]:
-        """A block that the other processes enter when the main one has left it. Not a collective: it may take hours."""
+    def main_first(self, run_dir: Path) -> Iterator[Path]:
+        """A block with the main process's run folder; the others enter it when the main one has left it. It may take
+        hours, which a collective operation may not.
+        """
         if not self.is_main:
-            self.store.wait([key], timedelta(hours=6))
-        yield
-        if self.count > 1 and self.is_main:
-            self.store.set(key, "")
-
-    def folder_of_main(self, folder: Path) -> Path:
-        """The run folder, which only the main process knows; the others get its absolute path."""
-        if self.count > 1 and self.is_main:
-            self.store.set("folder", str(folder.absolute()))
-        return folder if self.is_main else Path(self.store.get("folder").decode())
+            self.store.wait(["run_dir"], timedelta(hours=6))
+            run_dir = Path(self.store.get("run_dir").decode())
+        yield run_dir
+        if self.is_main and self.count > 1:
+            self.store.set("run_dir", str(run_dir.absolute()))
 
     def check_equal(self, **values: object) -> None:
         """Raise `UserError` in all processes unless each has the same values, by their `repr`."""
@@ -62,15 +63,15 @@ class Processes:
 
     def max(self, value: float) -> float:
         """The maximum of a value over the processes, which wait for each other."""
-        return self.sum(value, operation=dist.ReduceOp.MAX)[0]
+        return self.sum(value, operation=dist.ReduceOp.MAX)
 
-    def sum(self, *values: float, operation: dist.ReduceOp = dist.ReduceOp.SUM) -> list[float]:
-        """Each value summed over the processes, in float64."""
+    def sum(self, value: float, operation: dist.ReduceOp = dist.ReduceOp.SUM) -> float:
+        """A value summed over the processes, in float64."""
         if self.count == 1:
-            return list(values)
-        combined = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(combined, operation)
-        return combined.tolist()
+            return value
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total, operation)
+        return total.item()
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model, with gradients averaged over the processes in each backward pass."""
@@ -83,23 +84,24 @@ class Processes:
 ALONE = Processes()
 
 
-def start_processes(device_name: str, timeout_minutes: int) -> Processes:
+def start_processes(machine: MachineSettings) -> Processes:
     """Join the process group if several processes were started; each waits `timeout_minutes` for the others."""
-    count, local_rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         return ALONE
-    on_cuda = device_name == "cuda" or (device_name == "auto" and torch.cuda.is_available())
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    on_cuda = machine.device == "cuda" or (machine.device == "auto" and torch.cuda.is_available())
     if on_cuda and local_rank >= torch.cuda.device_count():
         raise UserError(f"there are only {torch.cuda.device_count()} CUDA devices here; start one process for each.")
-    if not on_cuda and device_name not in ("auto", "cpu"):
-        raise UserError(f"--device {device_name} cannot be shared by {count} processes; use cuda or cpu.")
+    if not on_cuda and machine.device not in ("auto", "cpu"):
+        raise UserError(f"--device {machine.device} cannot be shared by {count} processes; use cuda or cpu.")
     device = torch.device("cuda", local_rank) if on_cuda else torch.device("cpu")
     if on_cuda:
         torch.cuda.set_device(device)
     store, rank, count = next(dist.rendezvous("env://"))
-    timeout = timedelta(minutes=timeout_minutes)
+    timeout = timedelta(minutes=machine.timeout_minutes)
     dist.init_process_group("nccl" if on_cuda else "gloo", store=store, rank=rank, world_size=count, timeout=timeout)
-    return Processes(rank, count, store, device)
+    return Processes(rank, count, store, device, machine.shard)
 
 
 @contextlib.contextmanager
@@ -119,3 +121,85 @@ def finish_processes(processes: Processes) -> None:
         dist.barrier()
         dist.destroy_process_group()
         time.sleep(0.2)  # torch 2.13: at once, deleting the model and a thread of Gloo may wait for each other
+
+
+@contextlib.contextmanager
+def stop_signals(*, second_interrupts: bool) -> Iterator[list[int]]:
+    """A list that begins with 0 and gets each SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) inside the block.
+    With several processes a second one is ignored: the terminal signals each, and then torchrun does.
+    """
+    received = [0]
+
+    def receive(signum: int, _: object) -> None:
+        if received[-1] and second_interrupts:
+            raise KeyboardInterrupt
+        received.append(signum)
+
+    signums = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP
+    with contextlib.ExitStack() as at_exit:
+        for signum in signums:
+            if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup sets it
+                previous = signal.signal(signum, receive)
+                at_exit.callback(signal.signal, signum, previous)
+        yield received
+
+
+def shard(model: Decoder, device: torch.device, *, compiled: bool) -> None:
+    """Divide the parameters, which are on the CPU. A layer's weights are gathered just before it runs, in float32, and
+    freed after it: it computes what one process does.
+    """
+    from torch.distributed.device_mesh import init_device_mesh  # takes half a second
+    from torch.distributed.fsdp import fully_shard
+
+    if model.compute_dtype == torch.float16 or any(parameter.ndim == 0 for parameter in model.parameters()):
+        raise UserError("--shard needs --dtype bfloat16 or float32, and a --norm without scalar parameters.")
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing is written into it
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    if compiled:
+        for layer in model.layers:
+            layer.forward = kernels.compile_model(layer.forward)  # without the hooks that gather the weights
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this process has only a part of the tensor. Weights may be gathered after a forward pass."""
+    return hasattr(tensor, "full_tensor")
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The complete tensor. Where it is divided, all processes must call this."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def owned_tensors(tensors: Mapping, count: int, rank: int, device: torch.device | str) -> tuple[dict, dict]:
+    """Which process owns each tensor, in turns from the largest on; and the complete ones that `rank` owns."""
+    by_size = sorted(tensors, key=lambda key: -tensors[key].numel())
+    owners = {key: i % count for i, key in enumerate(by_size)}
+    owned = {}
+    for key, tensor in tensors.items():
+        full = full_tensor(tensor)  # gathered by all, one at a time
+        if owners[key] == rank:
+            owned[key] = full.to(device)
+    return owners, owned
+
+
+def distribute_like(tensor: Tensor, like: Tensor, source: int | None = None) -> Tensor:
+    """The tensor divided as `like` is, if that is divided; `source` is the process that has it, None: all have it."""
+    if not is_sharded(like) or tensor.ndim == 0:
+        return tensor
+    return torch.distributed.tensor.distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=source)
+
+
+@contextlib.contextmanager
+def gathered(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
+    """The tensors that this process owns, complete, by index. What the block writes into them is divided again."""
+    if not tensors or not is_sharded(tensors[0]):
+        yield dict(enumerate(tensors))
+        return
+    mesh, device = tensors[0].device_mesh, tensors[0].device
+    owners, owned = owned_tensors(dict(enumerate(tensors)), mesh.size(), mesh.get_rank(), device)
+    yield owned
+    for i, tensor in enumerate(tensors):
+        full = owned[i] if i in owned else tensor.to_local().new_empty(tensor.shape)
+        tensor.copy_(distribute_like(full, tensor, owners[i]))

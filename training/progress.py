@@ -25,7 +25,7 @@ RISING += "give more text, fewer --steps or a smaller model"
 def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
     """Advance the bar, or where there is none print a line after every hundredth of the steps."""
     if math.isinf(result.gradient_norm):
-        bar.write(f"step {result.step}: float16 overflow, update skipped; loss scale {session.scaler.get_scale():g}")
+        tqdm.write(f"step {result.step}: float16 overflow, update skipped; loss scale {session.scaler.get_scale():g}")
     data = session.settings.data
     speed = f"{data.batch_size * data.sequence_length / result.seconds:,.0f}"
     bar.set_postfix({"loss": f"{result.loss:.3f}", "tok/s": speed}, refresh=result.step == 1)
@@ -34,14 +34,15 @@ def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
         print(f"step {result.step} of {session.steps}: loss {result.loss:.3f}, tok/s {speed}", flush=True)
 
 
-def show_evaluation(session: Session, bar: tqdm, result: Evaluation) -> None:
+def show_evaluation(session: Session, result: Evaluation) -> None:
     """Print an evaluation, what it means when the loss has risen twice, and before the end a text sample."""
-    bar.write(f"step {session.state.step}: validation {result}")
-    rises = [after > before for before, after in itertools.pairwise(session.validation_losses)]
-    if rises[-2:] == [True] * 2 and rises[-3:] != [True] * 3:  # after the third it has been said
-        bar.write(RISING)
-    if session.state.step < session.steps and not session.sharded:  # sharded, each token would gather all weights
-        bar.write(samples(session, sample_prompts(session)[:1]))
+    tqdm.write(f"step {session.state.step}: validation {result}")
+    rises = [after > before for before, after in itertools.pairwise(session.validation_losses[-4:])]
+    if rises[-2:] == [True, True] and rises != [True, True, True]:  # after the third it has been said
+        tqdm.write(RISING)
+    # With --shard there are no samples, as each token would gather all weights.
+    if session.state.step < session.steps and not session.processes.sharded:
+        tqdm.write(samples(session, sample_prompts(session)[:1]))
 
 
 def sample_prompts(session: Session) -> list[str]:
@@ -50,11 +51,12 @@ def sample_prompts(session: Session) -> list[str]:
 
 def samples(session: Session, prompts: list[str]) -> str:
     """What the current weights continue prompts with, or how they answer questions."""
-    chat, tokenizer, texts = session.corpus.chat, session.corpus.tokenizer, []
+    chat, tokenizer = session.corpus.chat, session.corpus.tokenizer
     context = session.model.config.max_position_embeddings
     new = min(SAMPLE_TOKENS, context - 1)
     options = dict(max_new_tokens=new, vocab_size=tokenizer.vocab_size, sampling=SMALL_MODELS)
     options["eos_ids"] = {tokenizer.eos_id, *(chat.ends if chat else ())}
+    texts = []
     session.model.eval()
     for prompt in prompts:
         ids = chat.encode([{"role": "user", "content": prompt}]) if chat else encode_prompt(tokenizer, prompt)
@@ -69,14 +71,15 @@ def samples(session: Session, prompts: list[str]) -> str:
 
 def report_end(session: Session) -> None:
     """Draw loss.png; print samples of the best weights, how the run ended and the command to type next."""
-    state, corpus, run_dir = session.state, session.corpus, shlex.quote(str(session.run_dir))
+    state, corpus = session.state, session.corpus
+    run_dir = shlex.quote(str(session.run_dir))
     plot.draw([session.run_dir], session.run_dir / "loss.png")
     if state.step < session.steps:
         print(f"stopped and saved at step {state.step} of {session.steps}; resume with:")
         print(f"  python train.py --resume {run_dir}")
         return
     prompts = sample_prompts(session)
-    if not session.sharded:
+    if not session.processes.sharded:
         best = checkpoint.find_complete(session.run_dir / "best")
         if best is not None:
             pretrained.load_weights(session.model, best)

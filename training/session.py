@@ -1,7 +1,6 @@
 """Everything a run needs before its first step: device, text, model, optimizer, and the state to resume from."""
 
 import dataclasses
-import importlib.util
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from checkpoints.families import load_config
 from data.batches import Batch
 from data.conversations import Conversations
 from data.corpus import Corpus, prepare
+from data.settings import DataSettings
 from data.tokens import counted
 from errors import UserError, reading
 from model.decoder import Decoder, attend_to_previous_token, center_residual_writers
@@ -23,13 +23,12 @@ from model.lora import add_lora
 from training import checkpoint
 from training.checkpoint import State
 from training.optimizer import build_optimizer, freeze_parameters
-from training.processes import Processes, start_processes
-from training.schedule import sequence_length
+from training.processes import Processes, shard, start_processes
 from training.settings import MachineSettings, Settings, changed_fields, load_settings
-from training.shard import shard
 from training.step import split_batch
 
 Text = Corpus | Conversations
+SHORTER = 0.4  # share of the steps with shorter sequences than --sequence-length, with --first-sequence-length
 COMPILERS = ("g++", "clang++", "c++", "cl")
 
 
@@ -47,7 +46,6 @@ class Session:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     state: State
-    sharded: bool  # whether the weights are divided among the processes
     validation_losses: list[float] = field(default_factory=list)  # since this process began
 
     @property
@@ -56,70 +54,66 @@ class Session:
 
     def batch(self, step: int) -> Batch:
         """This process's share of a step, arrays of int64 (b, t): windows, cut into equal parts of the scheduled t."""
-        data, share = self.settings.data, self.settings.data.batch_size // self.processes.count
+        data = self.settings.data
+        window = data.sequence_length
+        share = data.batch_size // self.processes.count
         # What was read counts, not the steps: a resumed run may have had another batch size.
-        before = self.state.tokens // data.sequence_length + (step - self.state.step) * data.batch_size
-        first, seed = before + self.processes.rank * share, self.settings.run.seed
-        batch = self.corpus.batch(seed=seed, first=first, size=share, sequence_length=data.sequence_length)
-        return tuple(array.reshape(-1, sequence_length(step, self.steps, data)) for array in batch)
+        before = self.state.tokens // window + (step - self.state.step) * data.batch_size
+        first = before + self.processes.rank * share
+        batch = self.corpus.batch(seed=self.settings.run.seed, first=first, size=share, sequence_length=window)
+        length = sequence_length(step, self.steps, data)
+        return tuple(array.reshape(-1, length) for array in batch)
 
     def micro_batches(self, step: int) -> list[tuple[torch.Tensor, ...]]:
         """The same share, as what goes through the model at once, still on the host."""
-        batch, data = self.batch(step), self.settings.data
+        batch = self.batch(step)
+        data = self.settings.data
         sequences = data.micro_batch(self.processes.count) * data.sequence_length // batch[0].shape[1]
         return split_batch(batch, sequences, self.device)
 
 
+def sequence_length(step: int, steps: int, data: DataSettings) -> int:
+    """Tokens per sequence of step 0 <= step < steps: twice as many after each of equal parts of SHORTER of the steps.
+
+    A curriculum that saves time in attention: Li et al. 2022, The Stability-Efficiency Dilemma, arXiv 2108.06084.
+    """
+    if data.first_sequence_length is None:
+        return data.sequence_length
+    doublings = (data.sequence_length // data.first_sequence_length).bit_length() - 1
+    return data.first_sequence_length << min(doublings, int(step * doublings / (SHORTER * steps)))
+
+
 def set_up(settings: Settings, run_dir: Path, *, resume: bool) -> Session:
     """Print and build the session of a new run, or of the last checkpoint in `run_dir`, in which it writes nothing."""
-    processes = start_processes(settings.machine.device, settings.machine.timeout_minutes)
+    processes = start_processes(settings.machine)
     device, dtype = choose_machine(settings.machine, processes.device)
-    if settings.model.norm == "batch" and processes.count > 1:
-        raise UserError("--norm batch has statistics of its own in each process; use one process.")
-    if settings.data.batch_size % processes.count:
-        raise UserError(f"--batch-size {settings.data.batch_size} cannot be divided by {processes.count} processes.")
-    if settings.machine.compile and device.type == "cpu" and not any(map(shutil.which, COMPILERS)):
-        raise UserError(f"--compile needs a C++ compiler: one of {', '.join(COMPILERS)}.")
-    if settings.machine.compile and device.type != "cpu" and importlib.util.find_spec("triton") is None:
-        raise UserError("--compile needs Triton, which is not installed: pip install triton.")
+    check_machine(settings, device, processes)
     keep_freed_memory()
     machine = dataclasses.replace(settings.machine, dtype=str(dtype).removeprefix("torch."))
     settings = dataclasses.replace(settings, machine=machine)
 
     last = checkpoint.find_last(run_dir) if resume else None
-    state = None if last is None else checkpoint.read_state(last)
-    if state is not None and state.step >= settings.optimizer.steps:
-        raise UserError(f"{run_dir} has already done {counted(state.step, 'step')}; for more, raise --steps.")
-    settings, corpus = open_text(settings, last, processes)
-    if state is None:
+    with processes.main_first(run_dir) as run_dir:
+        settings, corpus = open_text(settings, last)
+    if last is None:
         state = State(0, 0, 0.0, None, corpus.text_hash, fixed_settings(settings))
     else:
+        state = checkpoint.read_state(last)
         check_unchanged(settings, run_dir, state, corpus.text_hash)
+    check_processes_agree(processes, settings, corpus, state)
     model = initial_model(settings, dtype, last)
-    data = dataclasses.replace(settings.data, data=(), tokenizer=None, cache="")  # paths may differ
-    run = dataclasses.replace(settings.run, out=None, init_from=None)
-    processes.check_equal(
-        texts=corpus.text_hash,
-        tokenizers=(corpus.tokenizer.hash, corpus.tokenizer.chat_template),
-        settings=(settings.model, settings.optimizer, data, machine.dtype, run),
-        saves=(state.step, state.seconds),
-    )
-    sharded = machine.shard and processes.count > 1
-    forward, optimizer, scaler = prepare_training(model, settings, device, processes, sharded=sharded)
+    forward, optimizer, scaler = prepare_training(model, settings, device, processes)
     if last is not None:
         checkpoint.load_moments(last, model, optimizer)
         if state.scaler is not None and scaler.is_enabled():
             scaler.load_state_dict(state.scaler)
         print(f"resuming from {last}, step {state.step} of {settings.optimizer.steps}")
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     if processes.count > 1:
-        print(f"{processes.count} processes, each with {'its part' if sharded else 'a copy'} of the weights")
-    print(
-        f"model: {parameters / 1e6:.2f}M parameters, {settings.model.norm} norm; "
-        f"{device_name(device)}, {machine.dtype} activations, kernels: {kernels.describe(device)}"
-    )
-    run_dir = processes.folder_of_main(run_dir)
-    return Session(settings, run_dir, processes, device, corpus, model, forward, optimizer, scaler, state, sharded)
+        print(f"{processes.count} processes, each with {'its part' if processes.sharded else 'a copy'} of the weights")
+    size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    computed = f"{device_name(device)}, {machine.dtype} activations, kernels: {kernels.describe(device)}"
+    print(f"model: {size:.2f}M parameters, {settings.model.norm} norm; {computed}")
+    return Session(settings, run_dir, processes, device, corpus, model, forward, optimizer, scaler, state)
 
 
 def choose_machine(machine: MachineSettings, device: torch.device | None = None) -> tuple[torch.device, torch.dtype]:
@@ -129,11 +123,34 @@ def choose_machine(machine: MachineSettings, device: torch.device | None = None)
     return device, choose_dtype(machine.dtype, device)
 
 
-def open_text(settings: Settings, last: Path | None, processes: Processes) -> tuple[Settings, Text]:
+def check_machine(settings: Settings, device: torch.device, processes: Processes) -> None:
+    """`UserError` for what these processes cannot train."""
+    if settings.model.norm == "batch" and processes.count > 1:
+        raise UserError("--norm batch has statistics of its own in each process; use one process.")
+    if settings.data.batch_size % processes.count:
+        raise UserError(f"--batch-size {settings.data.batch_size} cannot be divided by {processes.count} processes.")
+    if settings.machine.compile and device.type == "cpu" and not any(map(shutil.which, COMPILERS)):
+        raise UserError(f"--compile needs a C++ compiler: one of {', '.join(COMPILERS)}.")
+    if settings.machine.compile and device.type != "cpu" and kernels.gpu is None:
+        raise UserError("--compile needs Triton, which is not installed: pip install triton.")
+
+
+def check_processes_agree(processes: Processes, settings: Settings, corpus: Text, state: State) -> None:
+    data = dataclasses.replace(settings.data, data=(), tokenizer=None, cache="")  # paths may differ
+    run = dataclasses.replace(settings.run, out=None, init_from=None)
+    processes.check_equal(
+        texts=corpus.text_hash,
+        tokenizers=(corpus.tokenizer.hash, corpus.tokenizer.chat_template),
+        settings=(settings.model, settings.optimizer, data, settings.machine.dtype, run),
+        saves=(state.step, state.seconds),
+    )
+
+
+def open_text(settings: Settings, last: Path | None) -> tuple[Settings, Text]:
     """The text to train on, and the settings with the size of its vocabulary: a small text has a smaller one."""
-    with processes.main_first("text"):
-        corpus = prepare_corpus(settings, last)
-    steps, data = settings.optimizer.steps, settings.data
+    corpus = prepare_corpus(settings, last)
+    data = settings.data
+    steps = settings.optimizer.steps
     tokens = corpus.count_sequences(data) * data.sequence_length
     read = epochs(steps * data.batch_size * data.sequence_length, tokens)
     print(f"text: {corpus.description}\n  {counted(steps, 'step')}: {read}")
@@ -146,7 +163,8 @@ def open_text(settings: Settings, last: Path | None, processes: Processes) -> tu
 def epochs(read: float, tokens: float) -> str:
     """How often a text is read, in words."""
     times = f"{read / tokens:,.0f}" if read >= 10 * tokens else f"{read / tokens:.3g}"
-    return f"{times} epochs of {f'{tokens / 1e6:.3g}M' if tokens >= 1e5 else f'{tokens:,.0f}'} tokens"
+    size = f"{tokens / 1e6:.3g}M" if tokens >= 1e5 else f"{tokens:,.0f}"
+    return f"{times} epochs of {size} tokens"
 
 
 def prepare_corpus(settings: Settings, last: Path | None = None) -> Text:
@@ -193,17 +211,18 @@ def load_initial_weights(model: Decoder, directory: str, center: bool) -> None:
 
 
 def prepare_training(
-    model: Decoder, settings: Settings, device: torch.device, processes: Processes, *, sharded: bool = False
+    model: Decoder, settings: Settings, device: torch.device, processes: Processes
 ) -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler]:
     """Bring the model to the device; returns what is called in training (`Session.forward`), optimizer and scaler."""
     machine = settings.machine
     model.activation_checkpointing = machine.activation_checkpointing
     freeze_parameters(model, settings.run.freeze)
-    if sharded:
+    if processes.sharded:
         shard(model, device, compiled=machine.compile)
         forward = model.to(device)
     else:
-        forward = processes.wrap(kernels.compile_model(model.to(device)) if machine.compile else model.to(device))
+        model.to(device)
+        forward = processes.wrap(kernels.compile_model(model) if machine.compile else model)
     optimizer = build_optimizer(model, settings.optimizer, device)
     return forward, optimizer, torch.amp.GradScaler(device.type, enabled=model.compute_dtype == torch.float16)
 
@@ -216,14 +235,15 @@ def fixed_settings(settings: Settings) -> dict[str, object]:
 
 
 def check_unchanged(settings: Settings, run_dir: Path, state: State, text_hash: str) -> None:
-    """`UserError` if the text, the model or the optimizer have changed since the run was started."""
-    before = load_settings(run_dir / "settings.toml")
+    """`UserError` if the run has ended, or its text, model or optimizer have changed since it was started."""
+    if state.step >= settings.optimizer.steps:
+        raise UserError(f"{run_dir} has already done {counted(state.step, 'step')}; for more, raise --steps.")
     problems = ["the text differs"] if state.text_hash != text_hash else []
     for name, value in fixed_settings(settings).items():
         if state.fixed.get(name, value) != value:
             problems.append(f"{name}: {state.fixed[name]} -> {value}")
     if problems:
         raise UserError(f"{run_dir} cannot be resumed: {'; '.join(problems)}; start a new run in another --out.")
-    changed = changed_fields(before, settings)
+    changed = changed_fields(load_settings(run_dir / "settings.toml"), settings)
     if changed:
         print(f"changed since the run was started: {', '.join(changed)}")

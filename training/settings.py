@@ -14,27 +14,14 @@ from typing import Annotated, Any, Literal
 
 import tomli_w
 import tyro
-from tyro.conf import arg
 
+import flags
 from checkpoints.families import load_config
 from checkpoints.find import find_checkpoint, newest_runs
 from data.settings import DataSettings
 from errors import UserError, note, reading
 from files import read_toml, replace_text
-from flags import (
-    Beta,
-    Fraction,
-    Name,
-    NonNegativeFloat,
-    NonNegativeInt,
-    OptionalInt,
-    PositiveFloat,
-    PositiveInt,
-    check_fields,
-    nearest,
-    optional,
-    parse_flags,
-)
+from flags import Beta, Fraction, Name, NonNegativeFloat, NonNegativeInt, OptionalInt, PositiveFloat, PositiveInt
 from model.config import ModelConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -45,7 +32,8 @@ class Actions:
     """What to do, and where the settings come from. These flags are not saved with the run."""
 
     config: str = "tiny"  # TOML file: a path, or a name in configs/ (tiny, small, 124m, 1b; with --init-from finetune).
-    resume: Annotated[str | None, optional("RUN")] = None  # Resume this run where it stopped; flags override its own.
+    resume: Annotated[str | None, flags.optional("RUN")] = None
+    """Resume this run where it stopped; flags override its own."""
     prepare: bool = False  # Do not train; make the tokenizer and all tokens of --data, so that training starts at once.
     eval_only: bool = False  # Do not train; evaluate the weights of --init-from on all of --data.
     dry_run: bool = False  # Do not train; print the parameters, FLOPs, memory and, from three steps, the time it needs.
@@ -55,16 +43,16 @@ class Actions:
 class RunSettings:
     """The run itself: its folder, its seed, the weights it starts from, and how often it is evaluated."""
 
-    out: Annotated[Name | None, optional("FOLDER")] = None
+    out: Annotated[Name | None, flags.optional("FOLDER")] = None
     """Folder of the run, new or empty. Default: a new runs/CONFIG-NORM, with --data runs/DATA-NORM."""
     seed: NonNegativeInt = 1  # Seed of the initial weights, the order of the batches and the text samples.
-    init_from: Annotated[str | None, optional("RUN")] = None
+    init_from: Annotated[str | None, flags.optional("RUN")] = None
     """Start from the weights of a run, a checkpoint directory or a Hub model (org/name@revision); --norm may differ."""
     previous_token_head: bool = False  # With --attention-bias: begin with a head that attends to the token before each.
     center_weights: bool = True
     """With --init-from a LayerNorm run and --norm rms: center the weights that write to the residual stream. With the
     bias (--norm-bias, the default then) and an untied head, the model computes the same as before."""
-    lora: Annotated[PositiveInt | None, optional("RANK")] = None
+    lora: Annotated[PositiveInt | None, flags.optional("RANK")] = None
     """Train an adapter of this rank to --init-from (LoRA). best/ and last/ then have only that, as PEFT writes it."""
     lora_alpha: OptionalInt = None  # The adapter's output is multiplied by this divided by RANK. Default: 2 RANK.
     freeze: tuple[str, ...] = ()  # Parameters that keep their initial value: names, or patterns like 'layers.*.bias'.
@@ -78,7 +66,7 @@ class OptimizerSettings:
 
     optimizer: Literal["adamw", "muon"] = "adamw"  # AdamW, or Muon for matrices of the layers and AdamW for the rest.
     steps: PositiveInt = 1000  # Number of optimizer steps.
-    learning_rate: Annotated[PositiveFloat, arg(aliases=("--lr",))] = 3e-3  # Peak learning rate.
+    learning_rate: Annotated[PositiveFloat, tyro.conf.arg(aliases=("--lr",))] = 3e-3  # Peak learning rate.
     embedding_lr_multiplier: NonNegativeFloat = 1.0  # Learning rate of embedding and head, times --learning-rate.
     norm_lr_multiplier: NonNegativeFloat = 1.0  # Learning rate of norms and biases, times --learning-rate.
     schedule: Literal["cosine", "wsd"] = "wsd"  # After the warm-up: cosine decay, or constant and then a linear one.
@@ -86,7 +74,7 @@ class OptimizerSettings:
     decay_fraction: Fraction = 0.5  # Fraction of the steps that wsd spends in its decay, at the end.
     final_learning_rate: Fraction = 0.0  # Learning rate at the last step, as a fraction of the peak.
     weight_decay: NonNegativeFloat = 0.1  # Decoupled weight decay of matrices, and of the offsets of --norm offset.
-    embedding_weight_decay: Annotated[NonNegativeFloat | None, optional("FLOAT")] = None
+    embedding_weight_decay: Annotated[NonNegativeFloat | None, flags.optional("FLOAT")] = None
     """The same for the embedding and the head. Default: --weight-decay."""
     beta1: Beta = 0.9  # AdamW: decay of the moving average of the gradient (Muon's is 0.95).
     beta2: Beta = 0.95  # AdamW: decay of the moving average of the squared gradient.
@@ -121,7 +109,7 @@ class Settings:
         """Raise `UserError` for values that cannot work."""
         data, model, run = self.data, self.model, self.run
         for table in vars(self).values():
-            check_fields(table)
+            flags.check_fields(table)
         if not data.data:
             raise UserError("--data needs a file, a folder or another text.")
         needs = {"--lora RANK": run.lora, "--init-from MODEL": run.init_from, "no --freeze": not run.freeze}
@@ -142,8 +130,8 @@ class Settings:
 class Command:
     """All flags of train.py. The defaults shown here are those of the TOML file."""
 
-    actions: Annotated[Actions, arg(name="what-to-do")]
-    settings: Annotated[Settings, arg(name="")]
+    actions: Annotated[Actions, tyro.conf.arg(name="what-to-do")]
+    settings: Annotated[Settings, tyro.conf.arg(name="")]
 
 
 def parse(arguments: list[str], description: str) -> Command:
@@ -156,23 +144,23 @@ def parse(arguments: list[str], description: str) -> Command:
         print(description)
         sys.exit()
     parser = argparse.ArgumentParser(usage="train.py [FLAGS]", add_help=False, allow_abbrev=False)
-    for name in ("config", "resume", "init-from", "norm"):
-        parser.add_argument(*{f"--{name}", f"--{name.replace('-', '_')}"})
+    for names in (["--config"], ["--resume"], ["--init-from", "--init_from"], ["--norm"]):
+        parser.add_argument(*names)
     for argument, value in itertools.pairwise([*arguments, "--"]):
         if argument in ("--config", "--resume", "--init-from", "--norm", "--freeze") and value.startswith("--"):
             raise UserError(f"{argument} needs a value after it; --help-all says which.")
     sources, rest = parser.parse_known_args(arguments)
     default = defaults(sources, {argument.partition("=")[0].replace("_", "-") for argument in rest})
     rest = ["--help" if argument == "--help-all" else argument for argument in rest]
-    return parse_flags(Command, args=rest, default=default, prog="train.py", config=(tyro.conf.OmitArgPrefixes,))
+    return flags.parse_flags(Command, args=rest, default=default, prog="train.py", config=(tyro.conf.OmitArgPrefixes,))
 
 
-def defaults(sources: argparse.Namespace, flags: set[str]) -> Command:
-    """What `sources` say, and the defaults of all other flags, of which the command line has `flags`."""
+def defaults(sources: argparse.Namespace, given: set[str]) -> Command:
+    """What `sources` say, and the defaults of all other flags, of which the command line has those `given`."""
     config = sources.config or ("finetune" if sources.init_from else "tiny")
     if sources.resume is None:
         settings = load_settings(config_path(config))
-    elif sources.config or sources.init_from or "--out" in flags:
+    elif sources.config or sources.init_from or "--out" in given:
         raise UserError("--resume uses the settings of the run itself; leave out --config, --init-from and --out.")
     else:
         settings = load_settings(Path(sources.resume) / "settings.toml")
@@ -186,10 +174,10 @@ def defaults(sources: argparse.Namespace, flags: set[str]) -> Command:
     if sources.norm is not None:
         bias = True if init_from and model.has_norm_bias else model.norm_bias  # converted with its bias
         model = dataclasses.replace(model, norm=sources.norm, norm_bias=bias)
-    if "--data" in flags:
+    if "--data" in given:
         run = dataclasses.replace(run, sample_prompts=())  # the prompts of the file are for its own text
     length = min(data.sequence_length, model.max_position_embeddings)
-    if "--sequence-length" in flags or length < data.sequence_length:  # also of the first sequences
+    if "--sequence-length" in given or length < data.sequence_length:  # also of the first sequences
         data = dataclasses.replace(data, sequence_length=length, first_sequence_length=None)
     settings = dataclasses.replace(settings, run=run, model=model, data=data)
     return Command(Actions(config, sources.resume), settings)
@@ -201,7 +189,7 @@ def config_path(name: str) -> Path:
         if path.is_file():
             return path
     names = sorted(path.stem for path in CONFIGS.glob("*.toml"))
-    raise UserError(f"{name} is neither a file nor one of {', '.join(names)}.{nearest(name, names)}")
+    raise UserError(f"{name} is neither a file nor one of {', '.join(names)}.{flags.nearest(name, names)}")
 
 
 def load_settings(path: Path) -> Settings:
@@ -218,7 +206,7 @@ def read_table(path: Path, kind: type, values: dict) -> Any:
         for name, value in values.items():
             if name not in types:
                 tables = [table for table, type in types.items() if name in getattr(type, "__annotations__", ())]
-                close = nearest(name, types) or f" Known: {', '.join(types)}."
+                close = flags.nearest(name, types) or f" Known: {', '.join(types)}."
                 fix = f" It belongs in [{tables[0]}]." if tables else close
                 raise UserError(f"{path}: unknown key {name}.{fix}")
             if dataclasses.is_dataclass(types[name]):
@@ -231,12 +219,15 @@ def read_table(path: Path, kind: type, values: dict) -> Any:
 
 def save_settings(settings: Settings, path: Path) -> None:
     """Write settings as TOML, without the fields that are None."""
-    tables = dataclasses.asdict(settings).items()
-    replace_text(path, tomli_w.dumps({name: {k: v for k, v in t.items() if v is not None} for name, t in tables}))
+    tables = dataclasses.asdict(settings)
+    for name, table in tables.items():
+        tables[name] = {key: value for key, value in table.items() if value is not None}
+    replace_text(path, tomli_w.dumps(tables))
 
 
 def changed_fields(before: Settings, after: Settings) -> list[str]:
     """The fields in which two settings differ, as `key: before -> after`; `out` is left out."""
-    tables = zip(dataclasses.asdict(before).values(), dataclasses.asdict(after).values(), strict=True)
-    changes = [(key, old[key], value) for old, new in tables for key, value in new.items() if value != old[key]]
-    return [f"{key}: {old} -> {new}" for key, old, new in changes if key != "out"]
+    changed = []
+    for old, new in zip(dataclasses.asdict(before).values(), dataclasses.asdict(after).values(), strict=True):
+        changed += [f"{key}: {old[key]} -> {new[key]}" for key in new if new[key] != old[key] and key != "out"]
+    return changed

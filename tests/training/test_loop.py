@@ -5,7 +5,6 @@ import json
 import math
 import random
 import re
-import sys
 from unittest.mock import Mock
 
 import numpy as np
@@ -39,8 +38,7 @@ def test_a_run_learns_and_leaves_settings_metrics_a_plot_and_two_checkpoints(run
     assert state["step"] == 40 and state["tokens"] == 40 * 8 * 32 and state["text_hash"]
     assert state["best_validation_loss"] == min(line["validation_loss"] for line in evaluated)
     (run / "loss.png").unlink()
-    monkeypatch.setattr(sys, "argv", ["plot", str(run)])
-    plot.main()
+    plot.main((run,))
     assert (run / "loss.png").is_file()
     metrics.write(run, 41, loss=math.nan)  # can still be drawn
     plot.draw([run, run], tmp_path / "two.svg")

@@ -21,8 +21,8 @@ from tests.training.runs import losses, open_session, resume, train_run
 from training import session
 from training.checkpoint import find_last, read_state
 from training.loop import train_steps
-from training.processes import Processes, start_processes
-from training.shard import shard
+from training.processes import Processes, shard, start_processes
+from training.settings import MachineSettings
 
 SCRIPT = Path(__file__).parent / "run_processes.py"
 
@@ -213,4 +213,4 @@ def test_what_several_processes_cannot_train_is_a_line(flags, tmp_path, monkeypa
 def test_a_process_alone_is_the_main_one_whatever_rank_the_environment_has(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.setenv("RANK", "1")
-    assert is_main_process() and start_processes("cpu", 10).is_main
+    assert is_main_process() and start_processes(MachineSettings()).is_main

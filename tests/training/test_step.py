@@ -18,8 +18,9 @@ from model.decoder import Decoder
 from tests.training.runs import open_session
 from training.evaluate import evaluate
 from training.loop import train_steps
+from training.optimizer import learning_rate
 from training.processes import Processes
-from training.schedule import learning_rate, sequence_length
+from training.session import sequence_length
 from training.settings import OptimizerSettings
 from training.step import Diverged, split_batch, train_step
 
