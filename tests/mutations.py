@@ -110,7 +110,7 @@ TABLE = r"""
 - tokens=state.tokens + data.batch_size * data.sequence_length,
 + tokens=state.tokens + data.batch_size // session.processes.count * data.sequence_length,
 ! training/test_shard.py::test_two_processes_train_the_run_of_one_and_it_resumes_after_a_signal_or_a_kill
-@ training/muon.py
+@ training/optimizer.py
 - update = parameter.grad.lerp(momentum, MOMENTUM)
 + update = momentum
 ! training/test_optimizer.py::test_steps_equal_the_definition_in_float64_and_those_of_all_other_parameters_adamw

@@ -14,8 +14,7 @@ from model.decoder import Decoder
 from tests.training.runs import open_session, settings_of
 from training.estimate import memory
 from training.loop import save, train_steps
-from training.muon import COEFFICIENTS
-from training.optimizer import build_optimizer, freeze_parameters
+from training.optimizer import COEFFICIENTS, build_optimizer, freeze_parameters
 from training.session import set_up
 from training.settings import OptimizerSettings
 
