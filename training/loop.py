@@ -114,7 +114,7 @@ def evaluate_and_save(session: Session) -> None:
 
 
 def save(session: Session, validation_loss: float | None = None) -> None:
-    """Save what a resumed run needs as `last/`, in all processes, and a model with the lowest loss as `best/` too."""
+    """Save what a resumed run needs as `last/` and, if its loss is the lowest so far, the model as `best/` too."""
     processes, state, tokenizer = session.processes, session.state, session.corpus.tokenizer
     best = state.best_validation_loss
     is_best = validation_loss is not None and (best is None or validation_loss < best)

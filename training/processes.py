@@ -126,7 +126,7 @@ def finish_processes(processes: Processes) -> None:
 @contextlib.contextmanager
 def stop_signals(*, second_interrupts: bool) -> Iterator[list[int]]:
     """A list that begins with 0 and gets each SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) inside the block.
-    With several processes a second one is ignored: the terminal signals each, and then torchrun does.
+    A second one raises `KeyboardInterrupt`, or nothing where each process gets two: of the terminal and of torchrun.
     """
     received = [0]
 
@@ -173,7 +173,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def owned_tensors(tensors: Mapping, count: int, rank: int, device: torch.device | str) -> tuple[dict, dict]:
-    """Which process owns each tensor, in turns from the largest on; and the complete ones that `rank` owns."""
+    """The process that owns each tensor, in turns from the largest on; and the complete tensors that `rank` owns."""
     by_size = sorted(tensors, key=lambda key: -tensors[key].numel())
     owners = {key: i % count for i, key in enumerate(by_size)}
     owned = {}

@@ -53,7 +53,7 @@ class Session:
         return self.settings.optimizer.steps
 
     def batch(self, step: int) -> Batch:
-        """This process's share of a step, arrays of int64 (b, t): windows, cut into equal parts of the scheduled t."""
+        """The sequences of a step for this process, int64 (b, t): windows of the text, cut into parts of t tokens."""
         data = self.settings.data
         window = data.sequence_length
         share = data.batch_size // self.processes.count
@@ -65,7 +65,7 @@ class Session:
         return tuple(array.reshape(-1, length) for array in batch)
 
     def micro_batches(self, step: int) -> list[tuple[torch.Tensor, ...]]:
-        """The same share, as what goes through the model at once, still on the host."""
+        """The same sequences, cut into what goes through the model at once; still on the host."""
         batch = self.batch(step)
         data = self.settings.data
         sequences = data.micro_batch(self.processes.count) * data.sequence_length // batch[0].shape[1]
@@ -136,6 +136,7 @@ def check_machine(settings: Settings, device: torch.device, processes: Processes
 
 
 def check_processes_agree(processes: Processes, settings: Settings, corpus: Text, state: State) -> None:
+    """`UserError` in all processes unless they train on the same text, from the same save, with the same settings."""
     data = dataclasses.replace(settings.data, data=(), tokenizer=None, cache="")  # paths may differ
     run = dataclasses.replace(settings.run, out=None, init_from=None)
     processes.check_equal(
@@ -228,7 +229,7 @@ def prepare_training(
 
 
 def fixed_settings(settings: Settings) -> dict[str, object]:
-    """What a resumed run must keep; another split would validate on documents that were trained on."""
+    """The settings that a resumed run must keep; with another split it would validate on what it was trained on."""
     values = vars(settings.run) | vars(settings.data) | vars(settings.optimizer)
     names = ("optimizer", "lora", "lora_alpha", "seed", "tokenizer", "validation_fraction", "validation_salt")
     return {name: values[name] for name in names} | vars(settings.model)

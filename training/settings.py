@@ -156,7 +156,7 @@ def parse(arguments: list[str], description: str) -> Command:
 
 
 def defaults(sources: argparse.Namespace, given: set[str]) -> Command:
-    """What `sources` say, and the defaults of all other flags, of which the command line has those `given`."""
+    """The defaults of all flags: the settings that `sources` name, changed by what the `given` flags imply."""
     config = sources.config or ("finetune" if sources.init_from else "tiny")
     if sources.resume is None:
         settings = load_settings(config_path(config))
