@@ -40,9 +40,7 @@ class Processes:
 
     @contextlib.contextmanager
     def main_first(self, run_dir: Path) -> Iterator[Path]:
-        """A block with the main process's run folder; the others enter it when the main one has left it. It may take
-        hours, which a collective operation may not.
-        """
+        """A block with the run folder of the main process, which the others enter after it, perhaps hours later."""
         if not self.is_main:
             self.store.wait(["run_dir"], timedelta(hours=6))
             run_dir = Path(self.store.get("run_dir").decode())
@@ -145,9 +143,7 @@ def stop_signals(*, second_interrupts: bool) -> Iterator[list[int]]:
 
 
 def shard(model: Decoder, device: torch.device, *, compiled: bool) -> None:
-    """Divide the parameters, which are on the CPU. A layer's weights are gathered just before it runs, in float32, and
-    freed after it: it computes what one process does.
-    """
+    """Divide the parameters, which are on the CPU. Those of a layer are gathered, in float32, only while it runs."""
     from torch.distributed.device_mesh import init_device_mesh  # takes half a second
     from torch.distributed.fsdp import fully_shard
 
