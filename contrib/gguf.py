@@ -1,14 +1,14 @@
 """Write a model as one GGUF file for llama.cpp: `python -m contrib.gguf RUN OUT.gguf`. See `--help`.
 
 A model is written as the llama.cpp architecture that computes the same function: llama, qwen3 or stablelm. Everything
-else is refused. Tensors are read, converted and written one at a time.
+else is refused. Tensors are converted and written one at a time.
 """
 
+import contextlib
 import dataclasses
-import math
 import os
 import sys
-from collections.abc import Callable
+import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -25,16 +25,17 @@ import gguf
 import numpy as np
 import torch
 import tyro
+from gguf import GGMLQuantizationType, GGUFWriter, LazyNumpyTensor
 from torch import Tensor
-from tqdm import tqdm
 
 from checkpoints.families import choose_model_type, zero_biases
-from checkpoints.find import eos_ids, find_checkpoint
+from checkpoints.find import find_checkpoint
 from checkpoints.pretrained import Checkpoint, open_checkpoint
 from contrib.llama_cpp_vocab import add_vocabulary
-from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from data.tokenizer import Tokenizer
 from errors import UserError, note, printable
 from files import writing
+from generation.load import merge, open_model
 from model.config import ModelConfig
 from model.rope import frequencies
 
@@ -58,7 +59,7 @@ def main(
     Whether other programs read the same model from the file: python -m contrib.same RUN --with OUT.gguf
 
     Args:
-        run: A run folder or a checkpoint, as for generate.py.
+        run: A run folder, a checkpoint or an adapter, as for generate.py.
         out: The file to write; an existing file is kept.
         dtype: Dtype of the matrices; auto: as stored. Norms and biases are always float32.
     """
@@ -66,52 +67,34 @@ def main(
     print(printable(f"written: {out}"))
 
 
-def write_gguf(checkpoint: Path, out: Path, dtype: str = "auto", *, name: str = "") -> None:
-    """Write the model of a checkpoint's directory to the file `out`, completely or not at all.
+def write_gguf(directory: Path, out: Path, dtype: str = "auto", *, name: str = "") -> None:
+    """Write the model of a directory, with its adapter merged, to the file `out`, completely or not at all.
 
     `dtype` is one of `DTYPES`; auto keeps that of the stored embedding. `name` is what llama.cpp shows. Raises
     `UserError` when `out` exists, and when llama.cpp cannot compute the same function.
     """
     if out.exists():
         raise UserError(f"{out} exists and is not overwritten; give another name, or delete it first.")
-    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        with writing(out):
-            convert(checkpoint, temporary, dtype, name)
-            temporary.replace(out)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def convert(checkpoint: Path, path: Path, dtype: str, name: str) -> None:
-    """Write the file `path` itself; after an error it is incomplete."""
-    opened = open_checkpoint(checkpoint)
-    config, architecture = opened.config, choose_architecture(opened.config)
-    tokenizer = load_tokenizer(checkpoint)
-    check_vocabulary(tokenizer, config.vocab_size)
+    checkpoint, tokenizer, ends = open_model(directory)
+    config = checkpoint.config
+    architecture = choose_architecture(config)
     if dtype == "auto":
-        stored_dtype = str(opened.common_dtype(["model.embed_tokens.weight"])).removeprefix("torch.")
+        stored_dtype = str(checkpoint.common_dtype(["model.embed_tokens.weight"])).removeprefix("torch.")
         dtype = stored_dtype if stored_dtype in DTYPES else "float32"
-    tensors = gguf_tensors(opened, architecture)
-    writer = gguf.GGUFWriter(path, architecture)
-    try:
-        add_model(writer, config, name, dtype)
-        add_vocabulary(writer, tokenizer, config.vocab_size)
-        add_special_tokens(writer, checkpoint, tokenizer, config.vocab_size)
-        for target, tensor in tensors.items():
-            kind = gguf.GGMLQuantizationType[DTYPES[dtype] if len(tensor.shape) > 1 else "F32"]
-            per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-            if tensor.shape[-1] % per_block:
-                raise UserError(f"{target} has rows that --dtype {dtype} cannot divide by {per_block}; use bfloat16.")
-            size = math.prod(tensor.shape) // per_block * block_bytes
-            writer.add_tensor_info(target, tensor.shape, None, size, raw_dtype=kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for target, tensor in tqdm(tensors.items(), unit="tensor", desc="writing", disable=None):
-            writer.write_tensor_data(to_array(tensor, dtype, target))
-    finally:
-        writer.close()
+    with writing(out), tempfile.TemporaryDirectory(dir=out.parent) as folder:
+        if checkpoint.adapter is not None:
+            merge(checkpoint, tokenizer, ends, Path(folder, "merged"))
+            checkpoint = open_checkpoint(Path(folder, "merged"))
+        temporary = Path(folder, out.name)
+        with contextlib.closing(GGUFWriter(temporary, architecture)) as writer:
+            add_model(writer, config, name, dtype)
+            add_vocabulary(writer, tokenizer, config.vocab_size)
+            add_special_tokens(writer, tokenizer, ends, config.vocab_size)
+            add_tensors(writer, gguf_tensors(checkpoint, architecture), dtype)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file(progress=sys.stderr.isatty())
+        temporary.replace(out)
 
 
 def choose_architecture(config: ModelConfig) -> str:
@@ -131,60 +114,61 @@ def choose_architecture(config: ModelConfig) -> str:
     return architecture
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """A tensor of the GGUF file: its shape, and how to read or make it."""
-
-    shape: tuple[int, ...]
-    read: Callable[[], Tensor]
-
-
-def gguf_tensors(checkpoint: Checkpoint, architecture: str) -> dict[str, Source]:
-    """The tensors of the file under llama.cpp's names, from those of a checkpoint."""
+def gguf_tensors(checkpoint: Checkpoint, architecture: str) -> dict[str, Tensor]:
+    """The tensors of the file under llama.cpp's names; a matrix that is only copied stays in the mapped weight file."""
     config = checkpoint.config
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
-    sources = dict(checkpoint.tensors)
+    tensors = {name: stored.read() for name, stored in checkpoint.tensors.items()}
     if architecture == "llama":
-        for projection, heads in {"q": config.num_attention_heads, "k": config.num_key_value_heads}.items():
-            for name in [name for name in sources if f".{projection}_proj." in name]:
-                sources[name] = interleave(sources[name], heads)
+        for name, tensor in tensors.items():
+            if ".q_proj." in name or ".k_proj." in name:
+                tensors[name] = interleave(tensor, config.resolved_head_dim)
     if architecture == "stablelm":  # it has no tied head, and every norm has a bias
         if config.tie_word_embeddings:
-            sources["lm_head.weight"] = sources["model.embed_tokens.weight"]
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
         for name in zero_biases(config):
-            sources[name] = Source((config.hidden_size,), lambda: torch.zeros(config.hidden_size))
-    tensors = {names.get_name(name, (".weight", ".bias")): source for name, source in sources.items()}
+            tensors[name] = torch.zeros(config.hidden_size)
+    name_map = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    tensors = {name_map.get_name(name, (".weight", ".bias")): tensor for name, tensor in tensors.items()}
     if config.rope_scaling is not None:
-        plain = frequencies(dataclasses.replace(config, rope_scaling=None))
-        factors = (plain / frequencies(config)).float()  # llama.cpp divides the frequencies by them
-        tensors["rope_freqs.weight"] = Source(tuple(factors.shape), lambda: factors)
+        unscaled = frequencies(dataclasses.replace(config, rope_scaling=None))
+        tensors["rope_freqs.weight"] = unscaled / frequencies(config)  # llama.cpp divides the frequencies by them
     return tensors
 
 
-def interleave(source: Source, heads: int) -> Source:
+def interleave(projection: Tensor, head_dim: int) -> Tensor:
     """Rows of q or k in the order of llama.cpp's llama: pairs that rotate together are rows 2i and 2i + 1 of a head.
 
     Here, and in its other architectures, they are rows i and i + d/2.
     """
-    shape = source.shape
-    return Source(shape, lambda: source.read().unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(shape))
+    pairs = projection.unflatten(0, (-1, 2, head_dim // 2))
+    return pairs.transpose(1, 2).reshape(projection.shape)
 
 
-def to_array(source: Source, dtype: str, name: str) -> np.ndarray:
-    """A tensor as it is written: matrices in `dtype`, others in float32. NumPy has no bfloat16: it gets the bits."""
-    tensor = source.read()
-    converted = tensor.to(torch.float32 if tensor.ndim < 2 or dtype == "q8_0" else getattr(torch, dtype))
-    if not converted.isfinite().all():
+def add_tensors(writer: GGUFWriter, tensors: dict[str, Tensor], dtype: str) -> None:
+    """Add the tensors, matrices in `dtype` and others in float32; each is converted when it is written."""
+    for name, tensor in tensors.items():
+        tensor_dtype = dtype if tensor.ndim > 1 else "float32"
+        kind = GGMLQuantizationType[DTYPES[tensor_dtype]]
+        block_size, _ = gguf.GGML_QUANT_SIZES[kind]
+        if tensor.shape[-1] % block_size:
+            raise UserError(f"{name} has rows that --dtype {dtype} cannot divide by {block_size}; use bfloat16.")
+        shape = LazyNumpyTensor.meta_with_dtype_and_shape(np.float32, tensor.shape)
+        values = LazyNumpyTensor(meta=shape, args=(name, tensor, tensor_dtype), func=to_float32)
+        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+
+
+def to_float32(name: str, tensor: Tensor, dtype: str) -> np.ndarray:
+    """The values of a tensor that is written in `dtype`; `UserError` if that cannot hold one of them."""
+    values = tensor.float()
+    if not values.to(getattr(torch, dtype, torch.float32)).isfinite().all():
         raise UserError(
-            f"{name} has values that {dtype} cannot hold (up to {tensor.float().abs().max():.3g}); "
+            f"{name} has values that {dtype} cannot hold (up to {values.abs().max():.3g}); "
             f"use --dtype bfloat16 or float32, or another checkpoint if they are not finite."
         )
-    if dtype == "q8_0" and tensor.ndim > 1:
-        return gguf.quants.quantize(converted.numpy(), gguf.GGMLQuantizationType.Q8_0)
-    return (converted.view(torch.int16) if converted.dtype == torch.bfloat16 else converted).contiguous().numpy()
+    return values.numpy()
 
 
-def add_model(writer: gguf.GGUFWriter, config: ModelConfig, name: str, dtype: str) -> None:
+def add_model(writer: GGUFWriter, config: ModelConfig, name: str, dtype: str) -> None:
     """Describe the model's shape, in llama.cpp's keys."""
     writer.add_name(name)
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "float32" else f"MOSTLY_{DTYPES[dtype]}"])
@@ -207,18 +191,17 @@ def add_model(writer: gguf.GGUFWriter, config: ModelConfig, name: str, dtype: st
         writer.add_parallel_residual(False)
 
 
-def add_special_tokens(writer: gguf.GGUFWriter, checkpoint: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
+def add_special_tokens(writer: GGUFWriter, tokenizer: Tokenizer, ends: frozenset[int], vocab_size: int) -> None:
     """BOS, which is added in front of a text where it was in training, EOS, and the chat template."""
     writer.add_add_bos_token(tokenizer.bos_id is not None)
     writer.add_add_eos_token(False)
     # Without BOS, EOS stands between documents; llama.cpp would take some other id for BOS if none were given.
-    writer.add_bos_token_id(tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id)
+    writer.add_bos_token_id(tokenizer.document_start)
     writer.add_eos_token_id(tokenizer.eos_id)
-    ends = sorted(eos_ids(checkpoint, tokenizer.eos_id) - {tokenizer.eos_id})
-    ends = [token for token in ends if 0 <= token < vocab_size]
-    if ends:
-        writer.add_eot_token_id(ends[0])
-    if len(ends) > 1:
-        note(f"llama.cpp has a place for one more end token, {ends[0]}; {ends[1:]} are left out")
+    other_ends = sorted(token for token in ends - {tokenizer.eos_id} if 0 <= token < vocab_size)
+    if other_ends:
+        writer.add_eot_token_id(other_ends[0])
+    if len(other_ends) > 1:
+        note(f"llama.cpp has a place for one more end token, {other_ends[0]}; {other_ends[1:]} are left out")
     if tokenizer.chat_template is not None:
         writer.add_chat_template(tokenizer.chat_template)

@@ -71,8 +71,8 @@ TABLE = r"""
 + if False:
 ! checkpoints/test_transformers.py::test_a_model_trained_further_by_transformers_has_equal_logits_here
 @ contrib/gguf.py
-- source.read().unflatten(0, (heads, 2, -1))
-+ source.read().unflatten(0, (heads, -1, 2))
+- projection.unflatten(0, (-1, 2, head_dim // 2))
++ projection.unflatten(0, (-1, head_dim // 2, 2))
 ! contrib/test_gguf.py::test_the_file_computes_the_same_logits_by_the_conventions_of_llama_cpp
 @ contrib/same.py
 - tolerances = 2 * 2.0**-24 *
