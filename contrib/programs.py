@@ -1,127 +1,160 @@
-"""What other programs say about a model, for `contrib.same`. Imports nothing of this project, so that another Python,
-with another version of transformers, can run it too: `python -m contrib.programs QUESTIONS.json ANSWERS.npz`.
+"""What programs make of a model, for `contrib.same`. Nothing is downloaded, and no code of a checkpoint is executed.
 
-A program is a function of the questions and of a model's files. It yields its name ("program") and its answers as soon
-as it has them: of a model that it refuses, those of the tokenizer are there.
+A program is a generator of (question, answer) pairs. It may raise an exception at any of them: a model that it refuses
+can have a tokenizer that it opens.
 """
 
 import contextlib
-import json
-import sys
-import warnings
+import importlib.util
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 
-REFUSALS = (ImportError, OSError, ValueError)  # of other programs
+from checkpoints.find import find_adapter, find_checkpoint
+from checkpoints.pretrained import load_pretrained
+from data.chat import BREAK, ChatFormat
+from data.tokenizer import encode_prompt
+from errors import UserError
+from generation.load import open_model, tokenizer_directory
+from generation.settings import Sampling, recommended_sampling
+
+Answers = Iterator[tuple[str, object]]
 
 
-def ask(program: Callable, questions: dict, refusals: type | tuple = REFUSALS, is_ours: bool = False, **files) -> dict:
-    """All answers of a program; "refused" has the reason of a refusal or, unless the program is ours, of a crash."""
-    answers = {"program": program.__name__}
-    try:
-        for more in program(questions, **files):
-            answers |= more
-    except Exception as error:
-        if is_ours and not isinstance(error, refusals):
-            raise
-        word = "refused" if isinstance(error, refusals) else f"crashed: {type(error).__name__}"
-        answers["refused"] = f"{word}: {' '.join(str(error).splitlines()[:1]):.120}"
-    return answers
+def open_programs(place: str, questions: dict) -> list[Answers]:
+    """The installed programs that open a directory, this one first, or a GGUF file."""
+    if place.endswith(".gguf"):
+        if not Path(place).is_file():
+            raise UserError(f"{place} does not exist; give a GGUF file.")
+        programs = []
+        files = {"model": Path(place).parent, "gguf_file": Path(place).name}
+    else:
+        programs = [prenorm(questions, place)]
+        model, adapter = find_adapter(find_checkpoint(place))
+        files = {"model": model, "tokenizer": tokenizer_directory(model, adapter), "adapter": adapter}
+    if importlib.util.find_spec("transformers"):
+        programs.append(transformers(questions, **files))
+    if importlib.util.find_spec("llama_cpp"):
+        programs.append(llama_cpp(questions, place))
+    return programs
 
 
-def text_answers(questions: dict, encode: Callable, encode_with_bos: Callable, chat: Callable, error=Exception) -> dict:
-    """Ids of texts, and text and ids of conversations."""
+def tokenizer_answers(questions: dict, encode: Callable, render: Callable, template_error: type = Exception) -> Answers:
+    """Ids of texts, and text and ids of the conversations that the template does not refuse with `template_error`."""
+    yield "ids of texts", {text: encode(text, False) for text in questions["texts"]}
+    yield "ids with BOS", encode("a", True)
     conversations = {}
     for i, messages in enumerate(questions["conversations"], 1):
-        with contextlib.suppress(error):  # the template refuses the conversation, or is missing
-            conversations[f"conversation {i}"] = chat(messages)
-    texts = {text: encode(text) for text in questions["texts"]}
-    return {"ids of texts": texts, "ids with BOS": encode_with_bos("a"), "conversations": conversations}
+        with contextlib.suppress(template_error):
+            text, ids = render(messages)
+            conversations[f"conversation {i}"] = {"text": text, "ids": ids}
+    yield "conversations", conversations
 
 
-def model_answers(questions: dict, logits_at: Callable[[list[int], list[int]], np.ndarray]) -> dict:
-    """What a model predicts; `logits_at` gives the logits of ids at some positions."""
-    ids, positions, greedy = questions["ids"], questions["positions"], questions["ids"][:8]
-    logits, targets = logits_at(ids, positions), [ids[position + 1] for position in positions]
-    loss = torch.nn.functional.cross_entropy(torch.tensor(logits).double(), torch.tensor(targets))
+def network_answers(questions: dict, predict: Callable[[list[int], np.ndarray], np.ndarray]) -> Answers:
+    """Logits, loss and greedy tokens; `predict` computes the logits (P, V) of ids at P positions."""
+    ids, positions = questions["ids"], questions["positions"]
+    logits = predict(ids, positions)
+    yield "logits", logits
+    targets = torch.tensor(ids)[positions + 1]
+    yield "loss per token", torch.nn.functional.cross_entropy(torch.tensor(logits).double(), targets).item()
+    greedy = ids[:8]
     for _ in range(10):
-        greedy = [*greedy, int(logits_at(greedy, [len(greedy) - 1]).argmax())]
-    return {"logits": logits, "loss per token": loss.item(), "greedy tokens": greedy[8:]}
+        greedy = [*greedy, int(predict(greedy, np.array([len(greedy) - 1])).argmax())]
+    yield "greedy tokens", greedy[8:]
+
+
+def prenorm(questions: dict, place: str) -> Answers:
+    """This program."""
+    directory = find_checkpoint(place)
+    checkpoint, tokenizer, ends = open_model(directory)
+
+    def encode(text: str, with_bos: bool) -> list[int]:
+        return encode_prompt(tokenizer, text) if with_bos else tokenizer.encode(text)
+
+    def render(messages: list[dict]) -> tuple[str, list[int]]:
+        text = "".join(ChatFormat(tokenizer).render(messages))
+        return text.replace(BREAK, ""), tokenizer.encode_special(text, BREAK).ids
+
+    yield from tokenizer_answers(questions, encode, render, UserError)
+    yield "EOS", sorted(ends)
+    yield "sampling", vars(recommended_sampling(directory) or Sampling(temperature=0))
+    decoder = load_pretrained(checkpoint, cast=True).eval().requires_grad_(False)
+    yield from network_answers(questions, lambda ids, positions: decoder(torch.tensor([ids]))[0, positions].numpy())
 
 
 def transformers(
-    questions: dict, model: str, adapter: str | None = None, tokenizer: str | None = None, **options: str
-) -> Iterator[dict]:
-    """transformers, with PEFT for an adapter. Nothing is downloaded, unpickled or executed."""
+    questions: dict, model: Path, tokenizer: Path | None = None, adapter: Path | None = None, **options: str
+) -> Answers:
+    """transformers, with PEFT for an adapter."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, __version__, logging
 
-    warnings.simplefilter("ignore", FutureWarning)
+    yield "program", f"transformers {__version__}"
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    yield {"program": f"transformers {__version__}"}
     options |= {"local_files_only": True, "trust_remote_code": False}
     tokenizer = AutoTokenizer.from_pretrained(tokenizer or model, **options)
 
-    def encode(text: str) -> list[int]:
-        return tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+    def encode(text: str, with_bos: bool) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=with_bos, split_special_tokens=True)
 
-    def chat(messages: list[dict]) -> dict:
+    def render(messages: list[dict]) -> tuple[str, list[int]]:
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        return {"text": text, "ids": ids}
+        return text, tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
-    yield text_answers(questions, encode, tokenizer.encode, chat)
+    yield from tokenizer_answers(questions, encode, render)
     decoder = AutoModelForCausalLM.from_pretrained(model, torch_dtype=torch.float32, use_safetensors=True, **options)
-    defaults = decoder.generation_config
-    ends = defaults.eos_token_id
+    config = decoder.generation_config
+    yield "EOS", sorted(np.atleast_1d(config.eos_token_id).tolist())
     sampling = {"repetition_penalty": 1.0, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
-    sampling |= {name: getattr(defaults, name) for name in sampling if getattr(defaults, name) is not None}
-    if not defaults.do_sample:
-        sampling |= {"temperature": 0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    yield {"EOS": sorted(ends) if isinstance(ends, list) else [ends], "sampling": sampling}
+    sampling |= {name: getattr(config, name) for name in sampling if getattr(config, name) is not None}
+    yield "sampling", sampling if config.do_sample else vars(Sampling(sampling["repetition_penalty"], temperature=0))
     if adapter is not None:
         import peft
 
-        yield {"program": f"peft {peft.__version__}, transformers {__version__}"}
+        yield "program", f"peft {peft.__version__}, transformers {__version__}"
         decoder = peft.PeftModel.from_pretrained(decoder, adapter)
     decoder.eval().requires_grad_(False)
 
-    def logits_at(ids: list[int], positions: list[int]) -> np.ndarray:
+    def predict(ids: list[int], positions: np.ndarray) -> np.ndarray:
         return decoder(torch.tensor([ids]), logits_to_keep=torch.tensor(positions)).logits[0].numpy()
 
-    yield model_answers(questions, logits_at)
+    yield from network_answers(questions, predict)
 
 
-def llama_cpp(questions: dict, place: str) -> Iterator[dict]:
-    """llama.cpp in its Python package. Of the ids that end a text, it also has some that it knows by their names."""
+def llama_cpp(questions: dict, place: str) -> Answers:
+    """llama.cpp in its Python package, for which a directory is written as a GGUF file."""
     from llama_cpp import Llama, __version__, llama_vocab_is_eog
     from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
-    yield {"program": f"llama-cpp-python {__version__}"}
+    yield "program", f"llama-cpp-python {__version__}"
     context = len(questions["ids"])
-    model = Llama(place, n_ctx=context, n_batch=context, logits_all=True, type_k=0, type_v=0, verbose=False)
+    options = {"logits_all": True, "type_k": 0, "type_v": 0, "use_mmap": False, "verbose": False}
+    with tempfile.TemporaryDirectory() as folder:
+        if not place.endswith(".gguf"):
+            from contrib.gguf import write_gguf
+
+            write_gguf(find_checkpoint(place), Path(folder, "model.gguf"), "float32")
+            place = f"{folder}/model.gguf"
+        model = Llama(place, n_ctx=context, n_batch=context, **options)
     bos, eos = (model._model.token_get_text(token) for token in (model.token_bos(), model.token_eos()))
 
-    def chat(messages: list[dict]) -> dict:
-        text = Jinja2ChatFormatter(model.metadata["tokenizer.chat_template"], eos, bos)(messages=messages).prompt
-        return {"text": text, "ids": model.tokenize(text.encode(), add_bos=False, special=True)}
+    def encode(text: str, with_bos: bool) -> list[int]:
+        return model.tokenize(text.encode(), add_bos=with_bos)
 
-    def logits_at(ids: list[int], positions: list[int]) -> np.ndarray:
+    def render(messages: list[dict]) -> tuple[str, list[int]]:
+        text = Jinja2ChatFormatter(model.metadata["tokenizer.chat_template"], eos, bos)(messages=messages).prompt
+        return text, model.tokenize(text.encode(), add_bos=False, special=True)
+
+    def predict(ids: list[int], positions: np.ndarray) -> np.ndarray:
         model.reset()
         model.eval(ids)
         return model.scores[positions]
 
-    def encode(text: str) -> list[int]:
-        return model.tokenize(text.encode(), add_bos=False)
-
-    yield text_answers(questions, encode, lambda text: model.tokenize(text.encode()), chat)
-    yield {"EOS": [token for token in questions["EOS"] if llama_vocab_is_eog(model._model.vocab, token)]}
-    yield model_answers(questions, logits_at)
-
-
-if __name__ == "__main__":
-    answers = ask(transformers, **json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    np.savez(sys.argv[2], **{name: a if name == "logits" else json.dumps(a) for name, a in answers.items()})
+    yield from tokenizer_answers(questions, encode, render)
+    # Some ids end a text there because of their names: it is asked only about those that end one here.
+    yield "EOS", [token for token in questions["EOS"] if llama_vocab_is_eog(model._model.vocab, token)]
+    yield "sampling", None
+    yield from network_answers(questions, predict)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from checkpoints.pretrained import load_pretrained, save_pretrained
-from contrib import same
+from contrib import programs, same
 from errors import UserError
 from model.lora import add_lora
 from tests.conftest import edit_json, edit_tensors, randomize_trained
@@ -137,13 +137,6 @@ def test_an_adapter_is_asked_in_peft_and_half_of_its_alpha_is_found(good, compar
     assert compare(model, other=str(tmp_path / "adapter"))[0] == 1
 
 
-def test_a_model_without_an_adapter_is_written_for_llama_cpp_too(good, monkeypatch):
-    pytest.importorskip("gguf")
-    monkeypatch.setattr(same, "llama_cpp", lambda questions, path: iter([{"bytes": Path(path).stat().st_size}]))
-    *_, answers = same.exported_to_llama_cpp({}, str(good()))
-    assert answers["bytes"] > 0
-
-
 def test_who_refuses_says_so_and_does_not_agree(good, compare):
     status, differences = compare(good(**REFUSED))
     assert status == 1
@@ -155,21 +148,21 @@ def test_who_refuses_says_so_and_does_not_agree(good, compare):
 def test_a_crash_of_another_program_is_told_from_a_refusal_and_one_of_this_program_is_raised(
     good, compare, monkeypatch
 ):
-    def refuse(questions, **files):
-        yield {"program": "other"}
+    def refuse(questions, *files, **named):
+        yield "program", "other"
         raise ValueError("this model is unknown")
 
-    def crash(questions, **files):
-        yield {"program": "another"}
+    def crash(questions, *files, **named):
+        yield "program", "another"
         raise TypeError("'NoneType' object is not iterable")
 
     model = good()
-    monkeypatch.setattr(same, "transformers", refuse)
+    monkeypatch.setattr(programs, "transformers", refuse)
     assert compare(model, programs="other")[1]["other"]["opens"] == "refused: this model is unknown"
-    monkeypatch.setattr(same, "transformers", crash)
+    monkeypatch.setattr(programs, "transformers", crash)
     cell = compare(model, programs="another")[1]["another"]["opens"]
     assert cell == "crashed: TypeError: 'NoneType' object is not iterable"
-    monkeypatch.setattr(same, "prenorm", crash)
+    monkeypatch.setattr(programs, "prenorm", crash)
     with pytest.raises(TypeError):
         compare(model)
 
