@@ -107,10 +107,8 @@ def choose_architecture(config: ModelConfig) -> str:
         raise UserError("llama.cpp's qwen3 has no bias of the attention output: this model cannot be written.")
     scaling = config.rope_scaling
     if scaling is not None and (architecture != "llama" or scaling["rope_type"] not in ROPE_TYPES):
-        raise UserError(
-            f"the rotary frequencies of this model are scaled ({architecture}, {scaling['rope_type']}), "
-            f"and only those of llama with {' or '.join(ROPE_TYPES)} can be written."
-        )
+        scaled = f"the rotary frequencies of this model are scaled ({architecture}, {scaling['rope_type']})"
+        raise UserError(f"{scaled}, and only those of llama with {' or '.join(ROPE_TYPES)} can be written.")
     return architecture
 
 
@@ -118,10 +116,11 @@ def gguf_tensors(checkpoint: Checkpoint, architecture: str) -> dict[str, Tensor]
     """The tensors of the file under llama.cpp's names; a matrix that is only copied stays in the mapped weight file."""
     config = checkpoint.config
     tensors = {name: stored.read() for name, stored in checkpoint.tensors.items()}
-    if architecture == "llama":
+    if architecture == "llama":  # pairs that rotate together are rows 2i and 2i + 1 of a head; elsewhere i and i + d/2
         for name, tensor in tensors.items():
             if ".q_proj." in name or ".k_proj." in name:
-                tensors[name] = interleave(tensor, config.resolved_head_dim)
+                pairs = tensor.unflatten(0, (-1, 2, config.resolved_head_dim // 2))
+                tensors[name] = pairs.transpose(1, 2).reshape(tensor.shape)
     if architecture == "stablelm":  # it has no tied head, and every norm has a bias
         if config.tie_word_embeddings:
             tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
@@ -135,15 +134,6 @@ def gguf_tensors(checkpoint: Checkpoint, architecture: str) -> dict[str, Tensor]
     return tensors
 
 
-def interleave(projection: Tensor, head_dim: int) -> Tensor:
-    """Rows of q or k in the order of llama.cpp's llama: pairs that rotate together are rows 2i and 2i + 1 of a head.
-
-    Here, and in its other architectures, they are rows i and i + d/2.
-    """
-    pairs = projection.unflatten(0, (-1, 2, head_dim // 2))
-    return pairs.transpose(1, 2).reshape(projection.shape)
-
-
 def add_tensors(writer: GGUFWriter, tensors: dict[str, Tensor], dtype: str) -> None:
     """Add the tensors, matrices in `dtype` and others in float32; each is converted when it is written."""
     for name, tensor in tensors.items():
@@ -152,20 +142,13 @@ def add_tensors(writer: GGUFWriter, tensors: dict[str, Tensor], dtype: str) -> N
         block_size, _ = gguf.GGML_QUANT_SIZES[kind]
         if tensor.shape[-1] % block_size:
             raise UserError(f"{name} has rows that --dtype {dtype} cannot divide by {block_size}; use bfloat16.")
+        if not tensor.to(getattr(torch, tensor_dtype, torch.float32)).isfinite().all():
+            problem = f"{name} has values that {dtype} cannot hold (up to {tensor.float().abs().max():.3g})"
+            fix = "use --dtype bfloat16 or float32, or another checkpoint if they are not finite"
+            raise UserError(f"{problem}; {fix}.")
         shape = LazyNumpyTensor.meta_with_dtype_and_shape(np.float32, tensor.shape)
-        values = LazyNumpyTensor(meta=shape, args=(name, tensor, tensor_dtype), func=to_float32)
+        values = LazyNumpyTensor(meta=shape, args=(tensor,), func=lambda stored: stored.float().numpy())
         writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
-
-
-def to_float32(name: str, tensor: Tensor, dtype: str) -> np.ndarray:
-    """The values of a tensor that is written in `dtype`; `UserError` if that cannot hold one of them."""
-    values = tensor.float()
-    if not values.to(getattr(torch, dtype, torch.float32)).isfinite().all():
-        raise UserError(
-            f"{name} has values that {dtype} cannot hold (up to {values.abs().max():.3g}); "
-            f"use --dtype bfloat16 or float32, or another checkpoint if they are not finite."
-        )
-    return values.numpy()
 
 
 def add_model(writer: GGUFWriter, config: ModelConfig, name: str, dtype: str) -> None:

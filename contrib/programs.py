@@ -94,6 +94,7 @@ def transformers(
 
     yield "program", f"transformers {__version__}"
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     options |= {"local_files_only": True, "trust_remote_code": False}
     tokenizer = AutoTokenizer.from_pretrained(tokenizer or model, **options)
 

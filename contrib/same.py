@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -51,16 +52,15 @@ def main(
     questions = make_questions(run)
     ours, *programs = open_programs(run, questions)
     reference = dict(ours)
-    table = dict(compare(program, reference, questions) for program in programs)
+    columns = [compare(program, reference, questions) for program in programs]
     if other is not None:
-        for program in open_programs(other, questions):
-            name, cells = compare(program, reference, questions)
-            table[f"{Path(other).name} in {name}"] = cells
+        prefix = f"{Path(other).name} in "
+        columns += [compare(program, reference, questions, prefix) for program in open_programs(other, questions)]
     for name in python:
-        table |= ask_python(name, run, other)
-    if not table:
+        columns += ask_python(name, run, other)
+    if not columns:
         raise UserError("no other program is installed: pip install transformers, or give --with OTHER.")
-    table = pandas.DataFrame(table).fillna("refused")
+    table = pandas.DataFrame(columns).set_index("program").T.fillna("refused")
     print(table.to_json(indent=2, force_ascii=False) if as_json else printable(table.to_string()))
     return int(not table.isin(["equal", "not asked"]).all(axis=None))
 
@@ -87,39 +87,36 @@ def make_questions(run: str) -> dict:
     }
 
 
-def ask_python(name: str, run: str, other: str | None) -> dict[str, dict[str, str]]:
-    """The columns of transformers in the table that another Python makes."""
+def ask_python(name: str, run: str, other: str | None) -> list[dict[str, str]]:
+    """The columns of transformers in the table of another Python."""
     arguments = [run, "--json"] if other is None else [run, "--json", "--with", other]
     done = subprocess.run([name, "-m", "contrib.same", *arguments], capture_output=True, encoding="utf-8")
     if not done.stdout:
-        return {name: {"opens": "crashed: " + done.stderr.strip().split("\n")[-1]}}
+        return [{"program": name, "opens": "crashed: " + done.stderr.strip().split("\n")[-1]}]
     table = json.loads(done.stdout)
-    return {f"{program} ({name})": cells for program, cells in table.items() if "transformers" in program}
+    return [{"program": f"{key} ({name})", **cells} for key, cells in table.items() if "transformers" in key]
 
 
-def compare(program: Answers, reference: dict, questions: dict) -> tuple[str, dict[str, str]]:
-    """A program's name, and for each question "equal" or where its answer parts from the reference."""
+def compare(program: Answers, reference: dict, questions: dict, prefix: str = "") -> dict[str, str]:
+    """The column of a program: for each question "equal", or where its answer parts from the reference."""
     tolerances = questions["tolerances"] * np.linalg.norm(reference["logits"], axis=1)
     # Each error is at most sqrt(2) of its logits', and independent: that of the mean is the root mean square / sqrt(n).
     loss_tolerance = np.sqrt(2 * np.mean(np.square(tolerances)) / len(tolerances))
-    program_name = program.__name__
-    cells = {"opens": "equal"}
+    cells = {"program": prefix + program.__name__, "opens": "equal"}
     try:
         for name, answer in program:
             if name == "program":
-                program_name = answer
-            elif answer is None:
-                cells[name] = "not asked"
+                cells[name] = prefix + answer
             elif name == "logits":
                 cells[name] = logits_difference(questions["positions"], tolerances, reference[name], answer)
             elif name == "loss per token" and abs(answer - reference[name]) <= loss_tolerance:
                 cells[name] = "equal"
             else:
-                cells[name] = difference(reference[name], answer)
+                cells[name] = "not asked" if answer is None else difference(reference[name], answer)
     except Exception as error:
         word = "refused" if isinstance(error, REFUSALS) else f"crashed: {type(error).__name__}"
         cells["opens"] = f"{word}: {str(error).partition(chr(10))[0]:.120}"
-    return program_name, cells
+    return cells
 
 
 def logits_difference(positions: list[int], tolerances: np.ndarray, ours: np.ndarray, theirs: np.ndarray) -> str:
@@ -149,6 +146,6 @@ def difference(ours: object, theirs: object) -> str:
 
 if __name__ == "__main__":
     os.environ["HF_HUB_OFFLINE"] = "1"  # a model of the Hub must be in its cache
-    os.environ["TQDM_DISABLE"] = "1"  # bars of other programs
+    warnings.simplefilter("ignore", FutureWarning)  # of other programs
     with exit_on_user_error():
         sys.exit(call_with_flags(main, prog="python -m contrib.same"))

@@ -71,12 +71,12 @@ TABLE = r"""
 + if False:
 ! checkpoints/test_transformers.py::test_a_model_trained_further_by_transformers_has_equal_logits_here
 @ contrib/gguf.py
-- projection.unflatten(0, (-1, 2, head_dim // 2))
-+ projection.unflatten(0, (-1, head_dim // 2, 2))
+- tensor.unflatten(0, (-1, 2, config.resolved_head_dim // 2))
++ tensor.unflatten(0, (-1, config.resolved_head_dim // 2, 2))
 ! contrib/test_gguf.py::test_the_file_computes_the_same_logits_by_the_conventions_of_llama_cpp
 @ contrib/same.py
-- tolerances = 2 * 2.0**-24 *
-+ tolerances = 2.0**-6 *
+- "tolerances": 2 * 2.0**-24 *
++ "tolerances": 2.0**-6 *
 ! contrib/test_same.py::test_a_fault_in_a_copy_is_named_in_all_programs
 @ contrib/programs.py
 - "trust_remote_code": False}

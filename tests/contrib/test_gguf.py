@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from checkpoints.pretrained import save_pretrained
+from checkpoints.pretrained import load_pretrained, save_pretrained
 from data.tokenizer import load_tokenizer
 from errors import UserError
+from model.lora import add_lora
 from tests.checkpoints.test_transformers import LLAMA3
+from tests.conftest import randomize_trained
 
 gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install gguf")
 from contrib.gguf import DTYPES, write_gguf  # noqa: E402 - it imports gguf
@@ -179,6 +181,18 @@ def test_weights_that_float16_cannot_hold_are_refused_and_nothing_incomplete_is_
     write_gguf(directory, tmp_path / "model.gguf", "bfloat16")
     with pytest.raises(UserError, match="is not overwritten"):
         write_gguf(directory, tmp_path / "model.gguf")
+
+
+def test_an_adapter_is_written_as_the_model_with_it_merged(chat_model, relative, tmp_path):
+    decoder, directory = chat_model()
+    fields = {"r": 4, "lora_alpha": 8, "base_model_name_or_path": str(directory)}
+    adapted = randomize_trained(add_lora(load_pretrained(directory), fields, 1))
+    save_pretrained(adapted, tmp_path / "adapter")
+    write_gguf(tmp_path / "adapter", tmp_path / "model.gguf")
+    ids = torch.randint(0, 300, (40,), generator=torch.Generator().manual_seed(2))
+    logits = llama_cpp_logits(tmp_path / "model.gguf", ids.tolist())
+    with torch.no_grad():
+        assert relative(adapted(ids[None])[0], logits) <= 2e-6 < relative(decoder(ids[None])[0], logits)
 
 
 def test_the_command_takes_a_run_folder(chat_model, tmp_path):
