@@ -1,9 +1,8 @@
-"""lm-eval (EleutherAI's lm-evaluation-harness) with any model of this project: `python -m contrib.lm_eval --help`.
+"""lm-eval (EleutherAI's lm-evaluation-harness) with any model of this project; its arguments are lm-eval's own:
 
     python -m contrib.lm_eval --model prenorm --model_args pretrained=runs/NAME --tasks hellaswag --batch_size 16
 
-takes lm-eval's own arguments. It is lm-eval's `hf` model around a decoder that `transformers` cannot open; for one that
-it opens, `lm_eval --model hf --model_args pretrained=runs/NAME/best` needs none of this and generates faster.
+This is for models that `transformers` cannot open. With others, `lm_eval --model hf` generates faster.
 """
 
 import torch
@@ -15,9 +14,8 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, Pre
 from transformers.modeling_outputs import CausalLMOutput
 
 from checkpoints.find import find_checkpoint
-from checkpoints.pretrained import open_checkpoint
 from errors import exit_on_user_error, note
-from generation.load import load_decoder
+from generation.load import load_decoder, open_model
 from model.decoder import Decoder
 
 
@@ -28,8 +26,8 @@ class DecoderForTransformers(PreTrainedModel, GenerationMixin):
     _is_stateful = True  # so that `generate` does not expect a cache
 
     def __init__(self, decoder: Decoder):
-        shape = {"vocab_size": decoder.config.vocab_size, "num_hidden_layers": decoder.config.num_hidden_layers}
-        super().__init__(PreTrainedConfig(max_position_embeddings=decoder.config.max_position_embeddings, **shape))
+        fields = ("vocab_size", "num_hidden_layers", "max_position_embeddings")
+        super().__init__(PreTrainedConfig(**{name: getattr(decoder.config, name) for name in fields}))
         self.decoder = decoder
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_) -> CausalLMOutput:
@@ -44,16 +42,16 @@ class DecoderForTransformers(PreTrainedModel, GenerationMixin):
 
 @register_model("prenorm")
 class Prenorm(HFLM):
-    """`pretrained` is a run folder or a checkpoint; `dtype` and `device` are as for generate.py."""
+    """`pretrained` is a run folder, a checkpoint or an adapter; `dtype` and `device` are as for generate.py."""
 
     def __init__(self, pretrained: str, device: str = "auto", dtype: str = "auto", **options):
         if device.startswith("cuda") and not torch.cuda.is_available():
             device = "auto"  # lm-eval's command line asks for cuda:0 where its user asked for nothing
             note("there is no CUDA device; computing on the CPU")
-        directory = find_checkpoint(pretrained)
-        decoder = load_decoder(open_checkpoint(directory), device, dtype)
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory)
-        super().__init__(DecoderForTransformers(decoder), tokenizer=tokenizer, backend="causal", **options)
+        checkpoint, tokenizer, _ = open_model(find_checkpoint(pretrained))
+        decoder = DecoderForTransformers(load_decoder(checkpoint, device, dtype))
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer.folder)
+        super().__init__(decoder, tokenizer=tokenizer, backend="causal", **options)
 
 
 if __name__ == "__main__":
