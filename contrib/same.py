@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import pandas
 import tyro
 
 from checkpoints.find import find_checkpoint
@@ -47,7 +46,7 @@ def main(
         run: A run folder, a checkpoint or an adapter, as for generate.py.
         other: What should be the same model: such a directory, or a GGUF file.
         python: A Python with the packages of this project and another transformers. Repeat the flag for several.
-        as_json: Print a JSON object instead of a table.
+        as_json: Print a JSON object instead of text.
     """
     questions = make_questions(run)
     ours, *programs = open_programs(run, questions)
@@ -60,9 +59,14 @@ def main(
         columns += ask_python(name, run, other)
     if not columns:
         raise UserError("no other program is installed: pip install transformers, or give --with OTHER.")
-    table = pandas.DataFrame(columns).set_index("program").T.fillna("refused")
-    print(table.to_json(indent=2, force_ascii=False) if as_json else printable(table.to_string()))
-    return int(not table.isin(["equal", "not asked"]).all(axis=None))
+    table = {cells.pop("program"): cells for cells in columns}
+    if as_json:
+        print(json.dumps(table, indent=2, ensure_ascii=False))
+    else:
+        for program, cells in table.items():
+            lines = [f"  {question:16}{cell}" for question, cell in cells.items()]
+            print(printable("\n".join([program, *lines])))
+    return int(any(cell not in ("equal", "not asked") for cells in table.values() for cell in cells.values()))
 
 
 def make_questions(run: str) -> dict:
@@ -88,7 +92,7 @@ def make_questions(run: str) -> dict:
 
 
 def ask_python(name: str, run: str, other: str | None) -> list[dict[str, str]]:
-    """The columns of transformers in the table of another Python."""
+    """What another Python says of transformers: a column, or two with OTHER."""
     arguments = [run, "--json"] if other is None else [run, "--json", "--with", other]
     done = subprocess.run([name, "-m", "contrib.same", *arguments], capture_output=True, encoding="utf-8")
     if not done.stdout:
@@ -98,11 +102,11 @@ def ask_python(name: str, run: str, other: str | None) -> list[dict[str, str]]:
 
 
 def compare(program: Answers, reference: dict, questions: dict, prefix: str = "") -> dict[str, str]:
-    """The column of a program: for each question "equal", or where its answer parts from the reference."""
+    """The column of a program: for each question "equal", "refused", or where its answer parts from the reference."""
     tolerances = questions["tolerances"] * np.linalg.norm(reference["logits"], axis=1)
     # Each error is at most sqrt(2) of its logits', and independent: that of the mean is the root mean square / sqrt(n).
     loss_tolerance = np.sqrt(2 * np.mean(np.square(tolerances)) / len(tolerances))
-    cells = {"program": prefix + program.__name__, "opens": "equal"}
+    cells = {"program": prefix + program.__name__, "opens": "equal", **dict.fromkeys(reference, "refused")}
     try:
         for name, answer in program:
             if name == "program":
