@@ -24,22 +24,20 @@ from generation.settings import Sampling, recommended_sampling
 Answers = Iterator[tuple[str, object]]
 
 
-def open_programs(place: str, questions: dict) -> list[Answers]:
+def open_programs(place: str, questions: dict) -> Iterator[Answers]:
     """The installed programs that open a directory, this one first, or a GGUF file."""
     if place.endswith(".gguf"):
         if not Path(place).is_file():
             raise UserError(f"{place} does not exist; give a GGUF file.")
-        programs = []
         files = {"model": Path(place).parent, "gguf_file": Path(place).name}
     else:
-        programs = [prenorm(questions, place)]
+        yield prenorm(questions, place)
         model, adapter = find_adapter(find_checkpoint(place))
         files = {"model": model, "tokenizer": tokenizer_directory(model, adapter), "adapter": adapter}
     if importlib.util.find_spec("transformers"):
-        programs.append(transformers(questions, **files))
+        yield transformers(questions, **files)
     if importlib.util.find_spec("llama_cpp"):
-        programs.append(llama_cpp(questions, place))
-    return programs
+        yield llama_cpp(questions, place)
 
 
 def tokenizer_answers(questions: dict, encode: Callable, render: Callable, template_error: type = Exception) -> Answers:
