@@ -1,11 +1,15 @@
 """What programs make of a model, for `contrib.same`. Nothing is downloaded, and no code of a checkpoint is executed.
 
 A program is a generator of (question, answer) pairs. It may raise an exception at any of them: a model that it refuses
-can have a tokenizer that it opens.
+can have a tokenizer that it opens. Another Python, with another transformers but without the packages of this project,
+runs this file as `python -m contrib.programs QUESTIONS.json ANSWERS.npz`: so each function imports what it needs.
 """
 
 import contextlib
 import importlib.util
+import json
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,29 +17,29 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from checkpoints.find import find_adapter, find_checkpoint
-from checkpoints.pretrained import load_pretrained
-from data.chat import BREAK, ChatFormat
-from data.tokenizer import encode_prompt
-from errors import UserError
-from generation.load import open_model, tokenizer_directory
-from generation.settings import Sampling, recommended_sampling
-
 Answers = Iterator[tuple[str, object]]
+REFUSALS = (ImportError, OSError, ValueError)  # another exception of a program is a crash
 
 
-def open_programs(place: str, questions: dict) -> Iterator[Answers]:
-    """The installed programs that open a directory, this one first, or a GGUF file."""
+def open_programs(place: str, questions: dict, pythons: tuple[str, ...]) -> Iterator[Answers]:
+    """The programs that open a directory, this one first, or a GGUF file; `pythons` have another transformers."""
+    from checkpoints.find import find_adapter, find_checkpoint
+    from errors import UserError
+    from generation.load import tokenizer_directory
+
     if place.endswith(".gguf"):
         if not Path(place).is_file():
             raise UserError(f"{place} does not exist; give a GGUF file.")
-        files = {"model": Path(place).parent, "gguf_file": Path(place).name}
+        files = {"model": str(Path(place).absolute().parent), "gguf_file": Path(place).name}
     else:
         yield prenorm(questions, place)
         model, adapter = find_adapter(find_checkpoint(place))
-        files = {"model": model, "tokenizer": tokenizer_directory(model, adapter), "adapter": adapter}
+        paths = {"model": model, "tokenizer": tokenizer_directory(model, adapter), "adapter": adapter}
+        files = {name: str(path.absolute()) for name, path in paths.items() if path is not None}
     if importlib.util.find_spec("transformers"):
         yield transformers(questions, **files)
+    for python in pythons:
+        yield another_python(questions, python, files)
     if importlib.util.find_spec("llama_cpp"):
         yield llama_cpp(questions, place)
 
@@ -67,6 +71,14 @@ def network_answers(questions: dict, predict: Callable[[list[int], np.ndarray], 
 
 def prenorm(questions: dict, place: str) -> Answers:
     """This program."""
+    from checkpoints.find import find_checkpoint
+    from checkpoints.pretrained import load_pretrained
+    from data.chat import BREAK, ChatFormat
+    from data.tokenizer import encode_prompt
+    from errors import UserError
+    from generation.load import open_model
+    from generation.settings import Sampling, recommended_sampling
+
     directory = find_checkpoint(place)
     checkpoint, tokenizer, ends = open_model(directory)
 
@@ -85,7 +97,7 @@ def prenorm(questions: dict, place: str) -> Answers:
 
 
 def transformers(
-    questions: dict, model: Path, tokenizer: Path | None = None, adapter: Path | None = None, **options: str
+    questions: dict, model: str, tokenizer: str | None = None, adapter: str | None = None, **options: str
 ) -> Answers:
     """transformers, with PEFT for an adapter."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, __version__, logging
@@ -109,7 +121,9 @@ def transformers(
     yield "EOS", sorted(np.atleast_1d(config.eos_token_id).tolist())
     sampling = {"repetition_penalty": 1.0, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
     sampling |= {name: getattr(config, name) for name in sampling if getattr(config, name) is not None}
-    yield "sampling", sampling if config.do_sample else vars(Sampling(sampling["repetition_penalty"], temperature=0))
+    if not config.do_sample:
+        sampling |= {"temperature": 0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    yield "sampling", sampling
     if adapter is not None:
         import peft
 
@@ -123,10 +137,33 @@ def transformers(
     yield from network_answers(questions, predict)
 
 
+def another_python(questions: dict, python: str, files: dict[str, str]) -> Answers:
+    """transformers in another Python."""
+    yield "program", python
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answered = Path(folder, "questions.json"), Path(folder, "answers.npz")
+        asked.write_text(json.dumps({"questions": questions, **files}, default=np.ndarray.tolist), encoding="utf-8")
+        command = [python, "-m", "contrib.programs", asked, answered]
+        done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, encoding="utf-8")
+        answers = {}
+        if answered.is_file():
+            with np.load(answered) as arrays:
+                answers = {name: array if array.ndim else json.loads(str(array)) for name, array in arrays.items()}
+    refusal = answers.pop("refused", None)
+    yield "program", f"{answers.pop('program', 'transformers')} ({python})"
+    yield from answers.items()
+    if refusal is not None:
+        raise ValueError(refusal)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().split("\n")[-1])
+
+
 def llama_cpp(questions: dict, place: str) -> Answers:
     """llama.cpp in its Python package, for which a directory is written as a GGUF file."""
     from llama_cpp import Llama, __version__, llama_vocab_is_eog
     from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+    from checkpoints.find import find_checkpoint
 
     yield "program", f"llama-cpp-python {__version__}"
     context = len(questions["ids"])
@@ -157,3 +194,16 @@ def llama_cpp(questions: dict, place: str) -> Answers:
     yield "EOS", [token for token in questions["EOS"] if llama_vocab_is_eog(model._model.vocab, token)]
     yield "sampling", None
     yield from network_answers(questions, predict)
+
+
+if __name__ == "__main__":
+    arguments = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    arguments["questions"]["positions"] = np.array(arguments["questions"]["positions"])
+    answers = {}
+    try:
+        for name, answer in transformers(**arguments):
+            answers[name] = answer
+    except REFUSALS as error:
+        answers["refused"] = str(error)
+    finally:
+        np.savez(sys.argv[2], **{name: a if name == "logits" else json.dumps(a) for name, a in answers.items()})

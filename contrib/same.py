@@ -5,10 +5,10 @@ for the model. Conversations have none, and the markers of their template are to
 program that refuses does not agree. Nothing is downloaded, and no code of a checkpoint is executed.
 """
 
+import importlib.util
 import inspect
 import json
 import os
-import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -18,8 +18,8 @@ import numpy as np
 import tyro
 
 from checkpoints.find import find_checkpoint
-from contrib.programs import Answers, open_programs
-from errors import UserError, exit_on_user_error, printable
+from contrib.programs import REFUSALS, Answers, open_programs
+from errors import UserError, exit_on_user_error, log, printable
 from flags import call_with_flags
 from generation.load import open_model
 
@@ -31,7 +31,6 @@ SYSTEM = {"role": "system", "content": "Be brief. 简短"}
 USER = {"role": "user", "content": "Why\tis\n\n2 + 2 = 4?  "}
 ANSWER = {"role": "assistant", "content": "It is 😀.\n"}
 CONVERSATIONS = [[USER], [SYSTEM, USER], [USER, ANSWER], [USER, ANSWER, USER], [SYSTEM, USER, ANSWER, USER], [SYSTEM]]
-REFUSALS = (UserError, ImportError, OSError, ValueError)  # another exception of a program is a crash
 
 
 def main(
@@ -45,27 +44,30 @@ def main(
     Args:
         run: A run folder, a checkpoint or an adapter, as for generate.py.
         other: What should be the same model: such a directory, or a GGUF file.
-        python: A Python with the packages of this project and another transformers. Repeat the flag for several.
-        as_json: Print a JSON object instead of text.
+        python: Another Python with transformers, such as version 4. Repeat the flag for several.
+        as_json: Print a JSON object instead of a table.
     """
     questions = make_questions(run)
-    ours, *programs = open_programs(run, questions)
+    ours, *programs = open_programs(run, questions, python)
     reference = dict(ours)
     columns = [compare(program, reference, questions) for program in programs]
     if other is not None:
         prefix = f"{Path(other).name} in "
-        columns += [compare(program, reference, questions, prefix) for program in open_programs(other, questions)]
-    for name in python:
-        columns += ask_python(name, run, other)
+        others = open_programs(other, questions, python)
+        columns += [compare(program, reference, questions, prefix) for program in others]
     if not columns:
         raise UserError("no other program is installed: pip install transformers, or give --with OTHER.")
     table = {cells.pop("program"): cells for cells in columns}
     if as_json:
         print(json.dumps(table, indent=2, ensure_ascii=False))
     else:
-        for program, cells in table.items():
-            lines = [f"  {question:16}{cell}" for question, cell in cells.items()]
-            print(printable("\n".join([program, *lines])))
+        rows = [["", *table]]
+        rows += [[name, *(cells[name] for cells in table.values())] for name in ("opens", *reference)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            print(printable("  ".join(map(str.ljust, row, widths)).rstrip()))
+    if importlib.util.find_spec("llama_cpp") is None:
+        log("llama.cpp was not asked: pip install llama-cpp-python gguf. A GGUF file is for it, not for transformers.")
     return int(any(cell not in ("equal", "not asked") for cells in table.values() for cell in cells.values()))
 
 
@@ -91,16 +93,6 @@ def make_questions(run: str) -> dict:
     }
 
 
-def ask_python(name: str, run: str, other: str | None) -> list[dict[str, str]]:
-    """What another Python says of transformers: a column, or two with OTHER."""
-    arguments = [run, "--json"] if other is None else [run, "--json", "--with", other]
-    done = subprocess.run([name, "-m", "contrib.same", *arguments], capture_output=True, encoding="utf-8")
-    if not done.stdout:
-        return [{"program": name, "opens": "crashed: " + done.stderr.strip().split("\n")[-1]}]
-    table = json.loads(done.stdout)
-    return [{"program": f"{key} ({name})", **cells} for key, cells in table.items() if "transformers" in key]
-
-
 def compare(program: Answers, reference: dict, questions: dict, prefix: str = "") -> dict[str, str]:
     """The column of a program: for each question "equal", "refused", or where its answer parts from the reference."""
     tolerances = questions["tolerances"] * np.linalg.norm(reference["logits"], axis=1)
@@ -118,7 +110,7 @@ def compare(program: Answers, reference: dict, questions: dict, prefix: str = ""
             else:
                 cells[name] = "not asked" if answer is None else difference(reference[name], answer)
     except Exception as error:
-        word = "refused" if isinstance(error, REFUSALS) else f"crashed: {type(error).__name__}"
+        word = "refused" if isinstance(error, (UserError, *REFUSALS)) else f"crashed: {type(error).__name__}"
         cells["opens"] = f"{word}: {str(error).partition(chr(10))[0]:.120}"
     return cells
 
@@ -150,6 +142,7 @@ def difference(ours: object, theirs: object) -> str:
 
 if __name__ == "__main__":
     os.environ["HF_HUB_OFFLINE"] = "1"  # a model of the Hub must be in its cache
+    os.environ["TQDM_DISABLE"] = "1"  # bars of other programs
     warnings.simplefilter("ignore", FutureWarning)  # of other programs
     with exit_on_user_error():
         sys.exit(call_with_flags(main, prog="python -m contrib.same"))
