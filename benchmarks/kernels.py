@@ -4,11 +4,9 @@ For each shape: forward, backward and both on random data, on a GPU over buffers
 torch's copy or its matrix product, is measured in the same run. Exit status 1: something did not run.
 """
 
-import argparse
 import gc
 import math
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +17,7 @@ from torch.nn import functional as F
 
 import kernels
 from benchmarks import timing
-from errors import exit_on_user_error, reading
+from errors import reading
 from kernels import reference
 from model.device import device_name, keep_freed_memory
 
@@ -175,26 +173,27 @@ def compare(case: Case, device: torch.device, copy: float, product: float) -> di
     return timing.compare(case.name, makers, limits, TURNS)
 
 
-def main() -> int:
-    """Measure what the command line asks for; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose name matches, such as 'rms norm'")
-    arguments = parser.parse_args()
-    with reading(f"--only {arguments.only}", "give a regular expression"):
-        pattern = re.compile(arguments.only)
-    device, tables = timing.default_device(), []
+def measure(only: str = "") -> tuple[list[dict], dict[str, float]]:
+    """Every kernel beside its baselines and the machine's limit.
+
+    Args:
+        only: A regular expression: cases whose name matches, such as 'rms norm'.
+    """
+    with reading(f"--only {only}", "give a regular expression"):
+        pattern = re.compile(only)
+    device = timing.default_device()
     keep_freed_memory()
     torch.manual_seed(0)
     copy, product = timing.copy_rate(device), timing.product_rate(device, torch.bfloat16)
     print(f"{device_name(device)}: copies {copy / 1e9:.4g} GB/s, products {product / 1e12:.3g} TFLOP/s\n")
+    tables = []
     for case in all_cases(device):
         if pattern.search(case.name):
             tables.append(compare(case, device, copy, product))
             torch.compiler.reset()
             gc.collect()
-    return timing.finish(tables, copy_bytes_per_second=copy, product_flops_per_second=product)
+    return tables, {"copy_bytes_per_second": copy, "product_flops_per_second": product}
 
 
 if __name__ == "__main__":
-    with exit_on_user_error():
-        sys.exit(main())
+    timing.run(measure, "benchmarks.kernels")

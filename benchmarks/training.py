@@ -4,11 +4,10 @@ Variants: the reference in plain PyTorch, torch.compile of it, our functions for
 transformers' LLaMA of the same shape. They take turns in blocks of a few steps. Exit status 1: a variant did not run.
 """
 
-import argparse
 import itertools
-import sys
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ import kernels
 from ablation.plan import replace_settings
 from benchmarks import timing
 from benchmarks.decoding import TRANSFORMERS, transformers_model
-from errors import exit_on_user_error
 from model.config import ModelConfig
 from model.count import flops_per_token
 from model.decoder import Decoder
@@ -80,7 +78,9 @@ def make_step(settings: Settings, variant: str, device: torch.device) -> timing.
     return {"step": use_and_time}
 
 
-def compare(config: str, changes: dict[str, Any], norms: list[str], variants: list[str], turns: int = TURNS) -> dict:
+def compare(
+    config: str, changes: dict[str, Any], norms: Sequence[str], variants: Sequence[str], turns: int = TURNS
+) -> dict:
     """Time every norm in every variant, and print a table in Markdown; returns it for a record.
 
     changes: of the configuration's settings.
@@ -101,20 +101,22 @@ def compare(config: str, changes: dict[str, Any], norms: list[str], variants: li
     return timing.compare(f"training {config}, {str(dtype)[6:]}", makers, limits, turns, tokens)  # without "torch."
 
 
-def main() -> int:
-    """Measure what the command line asks for; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--config", default="tiny", help="a name in configs/ (default: %(default)s)")
-    parser.add_argument("--dtypes", nargs="+", metavar="DTYPE", default=["auto"], help="default: auto")
-    parser.add_argument("--norms", nargs="+", metavar="NORM", default=["rms", "layer"], help="default: rms layer")
-    kernels_of_device = "triton" if timing.default_device().type == "cuda" else "torch"
-    usual = [name for name, (choice, _) in VARIANTS.items() if choice in ("reference", kernels_of_device)]
-    parser.add_argument("--variants", **timing.several(VARIANTS, *usual))
-    chosen = parser.parse_args()
-    tables = [compare(chosen.config, {"dtype": dtype}, chosen.norms, chosen.variants) for dtype in chosen.dtypes]
-    return timing.finish(tables)
+def measure(
+    config: str = "tiny",
+    dtypes: tuple[str, ...] = ("auto",),
+    norms: tuple[str, ...] = ("rms", "layer"),
+    variants: tuple[Literal[*VARIANTS], ...] = (),
+) -> tuple[list[dict], dict[str, float]]:
+    """Time training steps in every variant of the code, side by side.
+
+    Args:
+        config: A name in configs/.
+        variants: By default those of this device without transformers.
+    """
+    ours = "triton" if timing.default_device().type == "cuda" else "torch"
+    usual = [name for name, (choice, _) in VARIANTS.items() if choice in ("reference", ours)]
+    return [compare(config, {"dtype": dtype}, norms, variants or usual) for dtype in dtypes], {}
 
 
 if __name__ == "__main__":
-    with exit_on_user_error():
-        sys.exit(main())
+    timing.run(measure, "benchmarks.training")
