@@ -14,9 +14,11 @@ import struct
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -66,18 +68,11 @@ class Case(NamedTuple):
         return dataclasses.replace(shape, max_position_embeddings=positions)
 
 
-class Clock(list[float]):
-    """When each token came. transformers takes it for a streamer, which gets the prompt first."""
-
-    def put(self, _: object) -> None:
-        self.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Called after the last token."""
-
-    def seconds_per_step(self, tokens: int) -> float:
-        """Between the last `tokens`."""
-        return (self[-1] - self[-tokens]) / (tokens - 1)
+def seconds_per_step(decode: Callable[[Callable[[object], None]], object], tokens: int) -> float:
+    """Between the last `tokens`. `decode` gets a function that it calls at every token, at first perhaps more often."""
+    times = []
+    decode(lambda _: times.append(time.perf_counter()))
+    return (times[-1] - times[-tokens]) / (tokens - 1)
 
 
 def cast_weights(decoder: Decoder, dtype: torch.dtype) -> None:
@@ -115,13 +110,13 @@ def ours(case: Case, choice: str = "auto") -> timing.Blocks:
 
     def run() -> float:
         kernels.use(choice, torch.device(case.device))
-        clock = Clock()
-        generate(decoder, prompts, max_new_tokens=case.tokens, sampling=Sampling(temperature=0), on_logits=clock.put)
+        options = {"max_new_tokens": case.tokens, "sampling": Sampling(temperature=0)}
+        seconds = seconds_per_step(lambda put: generate(decoder, prompts, on_logits=put, **options), case.tokens)
         if case.device == "cuda":  # the same step again: where its kernels cannot run, the decoder was timed
             with decode_step(decoder, case.sequences, case.prompt + case.tokens) as step:
                 if isinstance(step, GpuDecodeStep) and step.unavailable_reason is not None:
                     raise RuntimeError(step.unavailable_reason)
-        return clock.seconds_per_step(case.tokens)
+        return seconds
 
     return {"step": run}
 
@@ -137,12 +132,11 @@ def transformers(case: Case, compiled: bool = False) -> timing.Blocks:
         if case.device == "cpu":
             model.forward = torch.compile(model.forward)
 
-    def run() -> float:
-        clock = Clock()
-        model.generate(tokens, attention_mask=torch.ones_like(tokens), streamer=clock, **options)
-        return clock.seconds_per_step(case.tokens)
+    def decode(put: Callable[[object], None]) -> None:
+        streamer = SimpleNamespace(put=put, end=lambda: None)
+        model.generate(tokens, attention_mask=torch.ones_like(tokens), streamer=streamer, **options)
 
-    return {"step": run}
+    return {"step": lambda: seconds_per_step(decode, case.tokens)}
 
 
 def llama2c(case: Case) -> timing.Blocks:

@@ -21,7 +21,8 @@ from errors import reading
 from kernels import reference
 from model.device import device_name, keep_freed_memory
 
-BF16, TURNS = torch.bfloat16, 5
+BF16 = torch.bfloat16
+TURNS = 5
 OURS, REFERENCE, COMPILED, PYTORCH = "ours", "reference", "torch.compile", "PyTorch's function"
 REPEATS, REPEATS_OF_PRODUCTS = 10, 2  # calls in a turn; products take milliseconds and vary less
 # Shapes by device: large ones on a GPU, those of configs/tiny.toml and small.toml on a CPU.
@@ -66,7 +67,7 @@ def by_all(device: torch.device, call: Callable) -> dict[str, Callable]:
 
 def norm_case(device: torch.device, kind: str, rows: int, width: int, after_addition: bool) -> Case:
     """RMSNorm, or LayerNorm with its bias. torch's own norm gets both vectors in bfloat16."""
-    size, outputs = rows * width * BF16.itemsize, 2 if after_addition else 1  # y, and the sum
+    outputs = 2 if after_addition else 1  # y, and the sum
 
     def make():
         bias = random(device, width, mean=1.0, std=0.1) if kind == "layer" else None
@@ -79,14 +80,12 @@ def norm_case(device: torch.device, kind: str, rows: int, width: int, after_addi
     def torch_own(x, weight, bias, residual):
         total = x if residual is None else x + residual
         if kind == "rms":
-            y = F.rms_norm(total, (width,), weight.to(BF16), 1e-5)
-        else:
-            y = F.layer_norm(total, (width,), weight.to(BF16), bias.to(BF16), 1e-5)
-        return (y, total)[:outputs]
+            return (F.rms_norm(total, (width,), weight.to(BF16), 1e-5), total)[:outputs]
+        return (F.layer_norm(total, (width,), weight.to(BF16), bias.to(BF16), 1e-5), total)[:outputs]
 
-    name, moved = f"{kind} norm", (2 * size, 3 * size)
-    if after_addition:
-        name, moved = f"{kind} norm after addition", (4 * size, 4 * size)
+    size = rows * width * BF16.itemsize
+    moved = (4 * size, 4 * size) if after_addition else (2 * size, 3 * size)
+    name = f"{kind} norm after addition" if after_addition else f"{kind} norm"
     return Case(f"{name}, {rows} x {width}", make, by_all(device, call) | {PYTORCH: torch_own}, moved)
 
 
@@ -119,9 +118,8 @@ def rotary_case(device: torch.device, tokens: int, heads: int, kv_heads: int, wi
     # gradients of q, k and v become packed ones; with the norms, q and k are read again.
     size = BF16.itemsize * tokens * width
     rotated, packed = size * (heads + kv_heads), size * (heads + 2 * kv_heads)
-    name, moved = "rotary", (2 * rotated, 2 * packed)
-    if normed:
-        name, moved = "rotary with norms of heads", (2 * rotated, 2 * packed + rotated)
+    moved = (2 * rotated, 2 * packed + rotated if normed else 2 * packed)
+    name = "rotary with norms of heads" if normed else "rotary"
     return Case(f"{name}, {tokens} tokens, {heads} + {kv_heads} heads of {width}", make, by_all(device, call), moved)
 
 

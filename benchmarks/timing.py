@@ -120,10 +120,9 @@ def compare(
     """
     seconds, failures = measure(makers, turns)
     table = {"title": title, "tokens": tokens, "limits": limits, "seconds": seconds, "not_run": failures}
-    print(f"\n### {title}\n")
-    for i, row in enumerate(program_rows(table)):
-        if i == 0:
-            print(f"| {' | '.join(row)} |\n|{'---|' * len(row)}")
+    rows = program_rows(table)
+    print(f"\n### {title}\n\n| {' | '.join(rows[0])} |\n|{'---|' * len(rows[0])}")
+    for row in rows:
         print(f"| {' | '.join(row.values())} |", flush=True)
     if not sys.stdout.isatty():
         print(json.dumps(table), flush=True)  # what is left if the benchmark is killed later

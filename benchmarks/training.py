@@ -42,7 +42,8 @@ class TransformersBaseline(nn.Module):
 
     def __init__(self, config: ModelConfig, compute_dtype: torch.dtype):
         super().__init__()
-        self.model, self.dtype = transformers_model(config), compute_dtype
+        self.model = transformers_model(config)
+        self.dtype = compute_dtype
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, token_weights: Tensor | None = None) -> Tensor:
         """The mean loss, which is what the `token_weights` of a training step ask for."""
@@ -81,19 +82,16 @@ def make_step(settings: Settings, variant: str, device: torch.device) -> timing.
 def compare(
     config: str, changes: dict[str, Any], norms: Sequence[str], variants: Sequence[str], turns: int = TURNS
 ) -> dict:
-    """Time every norm in every variant, and print a table in Markdown; returns it for a record.
-
-    changes: of the configuration's settings.
-    """
+    """Time every norm in every variant of a changed configuration, and print a table; returns it for a record."""
     keep_freed_memory()
     settings = replace_settings(load_settings(config_path(config)), changes)
-    device, makers = timing.default_device(), {}
+    device = timing.default_device()
+    makers = {}
     for norm, variant in itertools.product(norms, variants):
-        of_norm = replace_settings(settings, {"norm": norm})
-        if not variant.startswith(TRANSFORMERS):
-            makers[f"{variant}, {norm}"] = partial(make_step, of_norm, variant, device)
-        elif norm == "rms":
-            makers[variant] = partial(make_step, of_norm, variant, device)
+        if variant.startswith(TRANSFORMERS) and norm != "rms":
+            continue
+        name = variant if variant.startswith(TRANSFORMERS) else f"{variant}, {norm}"
+        makers[name] = partial(make_step, replace_settings(settings, {"norm": norm}), variant, device)
     length, dtype = settings.data.sequence_length, choose_dtype(settings.machine.dtype, device)
     tokens = settings.data.micro_batch() * length
     flops = tokens * flops_per_token(settings.model, length)

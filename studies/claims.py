@@ -22,6 +22,7 @@ from studies.effects import load_study
 
 CLAIMS = Path(__file__).with_suffix(".toml")
 SPEED = CLAIMS.parent.parent / "speed"
+NORMS = ("rms", "layer")
 TIMES = "training-norms-amd-epyc"  # the record of a training step with both norms
 VERDICTS = ("does not hold", "inconclusive", "holds")  # the first of these counts where there are several effects
 
@@ -29,24 +30,18 @@ VERDICTS = ("does not hold", "inconclusive", "holds")  # the first of these coun
 def claim_rows(*studies: str) -> list[dict[str, str]]:
     """A row for each claim: its verdict, and the effect that decides, with a link to its page."""
     effects_by_page = {f"studies/{name}/report.md": measured_effects(load_study(name)) for name in studies}
-    effects_by_page[f"speed/{TIMES}.json"] = [
-        effect for section in ("step", "forward") for effect in norm_times(TIMES, section).values()
-    ]
-    return [claim_row(name, **claim, effects_by_page=effects_by_page) for name, claim in read_toml(CLAIMS).items()]
+    of_step, of_forward = norm_times(TIMES, "step"), norm_times(TIMES, "forward")
+    effects_by_page[f"speed/{TIMES}.json"] = [*of_step.values(), *of_forward.values()]
+    return [claim_row(name, claim, effects_by_page) for name, claim in read_toml(CLAIMS).items()]
 
 
-def claim_row(
-    name: str, text: str, effects: list[str], region: list[float], effects_by_page: dict[str, list[Effect]]
-) -> dict[str, str]:
-    low, high = region
-    holds_if = f"{low:.3g} to {high:g}"
-    if low == -math.inf:
-        holds_if = f"below {high:g}"
-    elif high == math.inf:
-        holds_if = f"above {low:g}"
-    row = {"": name, "claim": text, "measured": MISSING, "holds if": holds_if, "verdict": "not measured"}
+def claim_row(name: str, claim: dict, effects_by_page: dict[str, list[Effect]]) -> dict[str, str]:
+    low, high = claim["region"]
+    bounds = f"{low:.3g} to {high:g}" if math.isfinite(low) else f"below {high:g}"
+    holds_if = bounds if math.isfinite(high) else f"above {low:g}"
+    row = {"": name, "claim": claim["text"], "measured": MISSING, "holds if": holds_if, "verdict": "not measured"}
     for page, measured in effects_by_page.items():
-        named = [effect for effect in measured if any(fnmatchcase(effect.name, pattern) for pattern in effects)]
+        named = [effect for effect in measured if any(fnmatchcase(effect.name, name) for name in claim["effects"])]
         if named:
             deciding = min(named, key=lambda effect: VERDICTS.index(judge(effect, low, high)))
             # Two digits: further digits of so small a number differ between processors.
@@ -115,8 +110,6 @@ def norm_times(record: str, section: str) -> dict[str, Effect]:
     processes = [table["seconds"] for table in read_speed(record)]
     effects = {}
     for variant in (name.removesuffix(", rms") for name in processes[0] if name.endswith(", rms")):
-        of_turns = [
-            np.divide(times[f"{variant}, rms"][section], times[f"{variant}, layer"][section]) for times in processes
-        ]
-        effects[variant] = mean_effect(f"{section}: {variant}", np.median(of_turns, axis=1), "ratio")
+        rms, layer = (np.array([times[f"{variant}, {norm}"][section] for times in processes]) for norm in NORMS)
+        effects[variant] = mean_effect(f"{section}: {variant}", np.median(rms / layer, axis=1), "ratio")
     return effects

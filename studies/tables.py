@@ -41,22 +41,20 @@ def contrast_rows(*names: str) -> list[dict]:
 def set_rows(*names: str) -> list[dict]:
     """RMSNorm minus LayerNorm in sets of pairs at 5e-4, and all pairs together."""
     rows = []
+
+    def add_row(runs: str, differences: Sequence[float], mean: Effect, verdict: str) -> None:
+        row = {"runs": runs, "pairs": mean.n, "worse in": sum(difference > 0 for difference in differences)}
+        rows.append(row | {"mean and 95% interval": shown(mean), "verdict": verdict})
+
     for study in map(load_study, names):
         comparison = next(comparison for comparison in study.comparisons if comparison.arm == "rms")
         verdict = {"lower": "better", "higher": "worse"}.get(comparison.verdict, comparison.verdict)
-        rows.append(set_row(link(study), comparison.differences, comparison.effect, verdict))
-    sets = pairs_at_5e_4(names)
-    for name, chosen in {
-        "these, a pilot and a sweep together": sets,
-        f"the same without the {len(sets[0])} pairs of the first": sets[1:],  # its pilot has other seeds, and stays
-    }.items():
-        rows.append(set_row(name, pd.concat(chosen), pooled(chosen), "exploratory"))
+        add_row(link(study), comparison.differences, comparison.effect, verdict)
+    first, *others = sets = pairs_at_5e_4(names)
+    add_row("these, a pilot and a sweep together", pd.concat(sets), pooled(sets), "exploratory")
+    without = f"the same without the {len(first)} pairs of the first"  # its pilot has other seeds, and stays
+    add_row(without, pd.concat(others), pooled(others), "exploratory")
     return rows
-
-
-def set_row(runs: str, differences: Sequence[float], mean: Effect, verdict: str) -> dict:
-    row = {"runs": runs, "pairs": mean.n, "worse in": sum(difference > 0 for difference in differences)}
-    return row | {"mean and 95% interval": shown(mean), "verdict": verdict}
 
 
 def speed_rows(record: str, unit: str, *words: str) -> list[dict]:
