@@ -141,7 +141,8 @@ def transformers(case: Case, compiled: bool = False) -> timing.Blocks:
 
 def llama2c(case: Case) -> timing.Blocks:
     """llama2.c prints its own tokens per second. It is given random weights, and a tokenizer of numbers."""
-    config, folder = case.config, tempfile.TemporaryDirectory(prefix="benchmark")
+    folder = tempfile.TemporaryDirectory(prefix="benchmark")
+    config = case.config
     width = config.hidden_size
     tables = config.max_position_embeddings * config.resolved_head_dim  # tables of angles, which it skips
     weights = np.random.default_rng(1).normal(0, 0.02, num_parameters(config) + tables)

@@ -91,33 +91,33 @@ def draw(studies: Sequence[Study]) -> Figure:
 
     The last row is the mean of `pairs_at_5e_4`.
     """
-    titles, margins, rows = [], [], []
+    rows: dict[str, dict[str, Effect]] = {}
+    margins = []
     for study in studies:
-        for group, effects in contrasts(study).items():
-            titles.append(title(study, group))
-            margins.append(study.plan.margin)
-            rows.append(effects)
-    titles.append("all at rate 5e-4, exploratory")
+        effects_by_group = contrasts(study)
+        rows |= {title(study, group): effects for group, effects in effects_by_group.items()}
+        margins += [study.plan.margin] * len(effects_by_group)
+    rows["all at rate 5e-4, exploratory"] = {"RMSNorm minus LayerNorm": pooled(pairs_at_5e_4())}
     margins.append(studies[0].plan.margin)
-    rows.append({"RMSNorm minus LayerNorm": pooled(pairs_at_5e_4())})
     figure, [axes] = panels(1.6 + 0.42 * len(rows))
     axes.axvline(0, color=MUTED, linewidth=1)
-    edges, bounds = np.arange(len(rows) + 1) - 0.5, np.array([*margins, margins[-1]])
+    edges = np.arange(len(rows) + 1) - 0.5
+    margins = np.array([*margins, margins[-1]])  # from each edge to the next
     style = {"color": MUTED, "alpha": 0.15, "linewidth": 0}
-    axes.fill_betweenx(edges, -bounds, bounds, step="post", label="margin: counts as equal", **style)
+    axes.fill_betweenx(edges, -margins, margins, step="post", label="margin: counts as equal", **style)
     for index, (contrast, marker) in enumerate(zip(CONTRASTS, "os^", strict=True)):
-        drawn = {row + 0.22 * (index - 1): effects[contrast] for row, effects in enumerate(rows) if contrast in effects}
+        shift = 0.22 * (index - 1)
+        drawn = {row + shift: effects[contrast] for row, effects in enumerate(rows.values()) if contrast in effects}
         low, high = zip(*(effect.interval for effect in drawn.values()), strict=True)
         axes.hlines([*drawn], low, high, color=COLOURS[index], linewidth=3, alpha=0.5)
         legend = contrast.replace("no mean", "mean not subtracted")
         estimates = [effect.estimate for effect in drawn.values()]
         axes.plot(estimates, [*drawn], marker, color=COLOURS[index], markersize=4, label=legend)
-    pairs = [next(iter(effects.values())).n for effects in rows]
-    labels = [f"{words}\n{n} pairs" for words, n in zip(titles, pairs, strict=True)]
+    labels = [f"{words}\n{next(iter(effects.values())).n} pairs" for words, effects in rows.items()]
     axes.set_yticks(range(len(rows)), labels, fontsize=8)
     axes.set_xscale("symlog", linthresh=0.01)
     axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS], fontsize=8)
-    units = {effect.unit for effects in rows for effect in effects.values()}
+    units = {effect.unit for effects in rows.values() for effect in effects.values()}
     reach = 1.1 * np.abs(axes.dataLim.intervalx).max()
     axes.set(xlim=(-reach, reach), ylim=(len(rows) - 0.5, -0.5), xlabel=f"difference in loss, {' or '.join(units)}")
     axes.set_title("← better", loc="left", fontsize=9)
