@@ -5,7 +5,6 @@ block that it returns decodes once, greedily, and returns the seconds of a step,
 weights in a cache a step is faster than the limit. Exit status 1: a program did not run.
 """
 
-import argparse
 import dataclasses
 import importlib.util
 import itertools
@@ -13,13 +12,14 @@ import re
 import shutil
 import struct
 import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ import kernels
 from benchmarks import timing
 from checkpoints.families import to_json
 from checkpoints.pretrained import inference_dtype, save_pretrained
-from errors import UserError, exit_on_user_error
+from errors import UserError
 from generation.generate import generate
 from generation.settings import Sampling
 from generation.steps import MAX_CPU_SEQUENCES, GpuDecodeStep, decode_step, quantize_matrices
@@ -63,22 +63,16 @@ class Case(NamedTuple):
     @property
     def config(self) -> ModelConfig:
         """The shape, with positions for prompt and new tokens."""
-        shape, positions = SHAPES[self.shape], self.prompt + self.tokens
-        return dataclasses.replace(shape, max_position_embeddings=max(shape.max_position_embeddings, positions))
+        shape = SHAPES[self.shape]
+        positions = max(shape.max_position_embeddings, self.prompt + self.tokens)
+        return dataclasses.replace(shape, max_position_embeddings=positions)
 
 
-class Clock(list[float]):
-    """When each token came. transformers takes it for a streamer, which gets the prompt first."""
-
-    def put(self, _: object) -> None:
-        self.append(time.perf_counter())
-
-    def end(self) -> None:
-        """Called after the last token."""
-
-    def seconds_per_step(self, tokens: int) -> float:
-        """Between the last `tokens`."""
-        return (self[-1] - self[-tokens]) / (tokens - 1)
+def seconds_per_step(decode: Callable[[Callable[[object], None]], object], tokens: int) -> float:
+    """Between the last `tokens`. `decode` gets a function that it calls at every token, at first perhaps more often."""
+    times = []
+    decode(lambda _: times.append(time.perf_counter()))
+    return (times[-1] - times[-tokens]) / (tokens - 1)
 
 
 def cast_weights(decoder: Decoder, dtype: torch.dtype) -> None:
@@ -111,17 +105,18 @@ def ours(case: Case, choice: str = "auto") -> timing.Blocks:
     if case.device == "cpu":
         import numba  # noqa: F401 - without it `generate` would use the decoder itself
 
-    decoder, prompts, greedy = our_decoder(case), [[0] * case.prompt] * case.sequences, Sampling(temperature=0)
+    decoder = our_decoder(case)
+    prompts = [[0] * case.prompt] * case.sequences
 
     def run() -> float:
         kernels.use(choice, torch.device(case.device))
-        clock = Clock()
-        generate(decoder, prompts, max_new_tokens=case.tokens, sampling=greedy, on_logits=clock.put)
+        options = {"max_new_tokens": case.tokens, "sampling": Sampling(temperature=0)}
+        seconds = seconds_per_step(lambda put: generate(decoder, prompts, on_logits=put, **options), case.tokens)
         if case.device == "cuda":  # the same step again: where its kernels cannot run, the decoder was timed
             with decode_step(decoder, case.sequences, case.prompt + case.tokens) as step:
                 if isinstance(step, GpuDecodeStep) and step.unavailable_reason is not None:
                     raise RuntimeError(step.unavailable_reason)
-        return clock.seconds_per_step(case.tokens)
+        return seconds
 
     return {"step": run}
 
@@ -137,17 +132,18 @@ def transformers(case: Case, compiled: bool = False) -> timing.Blocks:
         if case.device == "cpu":
             model.forward = torch.compile(model.forward)
 
-    def run() -> float:
-        clock = Clock()
-        model.generate(tokens, attention_mask=torch.ones_like(tokens), streamer=clock, **options)
-        return clock.seconds_per_step(case.tokens)
+    def decode(put: Callable[[object], None]) -> None:
+        streamer = SimpleNamespace(put=put, end=lambda: None)
+        model.generate(tokens, attention_mask=torch.ones_like(tokens), streamer=streamer, **options)
 
-    return {"step": run}
+    return {"step": lambda: seconds_per_step(decode, case.tokens)}
 
 
 def llama2c(case: Case) -> timing.Blocks:
     """llama2.c prints its own tokens per second. It is given random weights, and a tokenizer of numbers."""
-    config, width, folder = case.config, case.config.hidden_size, tempfile.TemporaryDirectory(prefix="benchmark")
+    folder = tempfile.TemporaryDirectory(prefix="benchmark")
+    config = case.config
+    width = config.hidden_size
     tables = config.max_position_embeddings * config.resolved_head_dim  # tables of angles, which it skips
     weights = np.random.default_rng(1).normal(0, 0.02, num_parameters(config) + tables)
     weights[width : 2 * width] = 0  # token 1, <s>, ends the program's loop: with a logit of 0 it is never the likeliest
@@ -181,7 +177,8 @@ def llama_cpp(case: Case) -> timing.Blocks:
         write_gguf(Path(folder), Path(folder, "model.gguf"), "q8_0" if case.dtype == "int8" else case.dtype)
         settings = xllamacpp.CommonParams()
         settings.model.path = str(Path(folder, "model.gguf"))
-        settings.n_parallel, settings.n_ctx = case.sequences, case.sequences * case.config.max_position_embeddings
+        settings.n_parallel = case.sequences
+        settings.n_ctx = case.sequences * case.config.max_position_embeddings
         settings.verbosity = -1
         settings.cpuparams.n_threads = settings.cpuparams_batch.n_threads = torch.get_num_threads()
         server = xllamacpp.Server(settings)
@@ -205,7 +202,7 @@ PROGRAMS = {  # the speed of the others is relative to that of the first that ru
     "plain decoder": partial(ours, choice="reference"),
     "ours": ours,
 }
-USUAL = [name for name in PROGRAMS if name != COMPILED]  # which compiles for minutes on a CPU
+USUAL = tuple(name for name in PROGRAMS if name != COMPILED)  # which compiles for minutes on a CPU
 
 
 def is_possible(program: str, case: Case) -> bool:
@@ -220,45 +217,44 @@ def is_possible(program: str, case: Case) -> bool:
 
 def bytes_read(case: Case) -> float:
     """Bytes of weights, and of keys and values halfway through the steps, that a step of ours reads."""
-    config, weights = case.config, num_parameters(case.config) * WEIGHT_BYTES[case.dtype]
+    config = case.config
+    weights = num_parameters(config) * WEIGHT_BYTES[case.dtype]
     width = 2 if case.dtype == "bfloat16" and case.device != "cpu" else 4
     keys = config.num_hidden_layers * config.num_key_value_heads * config.resolved_head_dim * width
     return weights + 2 * case.sequences * keys * (case.prompt + case.tokens // 2)
 
 
 def measure(
-    shapes: list[str], prompt: list[int], sequences: list[int], dtypes: list[str], programs: list[str], turns: int,
-    tokens: int, llama2c: Path | None,
-) -> tuple[list[dict], float]:  # fmt: skip
-    """Time the programs on every combination, and print tables in Markdown; returns them and the memory's bytes/s."""
+    shapes: tuple[Literal[*SHAPES], ...] = ("26m",),
+    prompt: tuple[int, ...] = (1,),
+    sequences: tuple[int, ...] = (1, 8),
+    dtypes: tuple[Literal[*WEIGHT_BYTES], ...] = (*WEIGHT_BYTES,),
+    programs: tuple[Literal[*PROGRAMS], ...] = USUAL,
+    turns: int = 7,
+    tokens: int = 128,
+    llama2c: Path | None = None,
+) -> tuple[list[dict], dict[str, float]]:
+    """Time decoding on every combination, beside other programs and the time it takes to read the weights.
+
+    Args:
+        prompt: Tokens before.
+        turns: Turns of each program.
+        tokens: Tokens of a sequence in a turn.
+        llama2c: llama2.c's program, built with `make runomp`.
+    """
     if llama2c is not None and shutil.which(llama2c.resolve()) is None:
         raise UserError(f"--llama2c {llama2c} is no program; give the path of llama2.c's `run`.")
-    device, tables = timing.default_device(), []
+    device = timing.default_device()
     memory = timing.memory_rate(device)
+    tables = []
     for combination in itertools.product(shapes, prompt, sequences, dtypes):
         case = Case(*combination, tokens, device.type, llama2c)
         makers = {name: partial(PROGRAMS[name], case) for name in programs if is_possible(name, case)}
         title = f"{case.shape}, {case.dtype}, {case.sequences} sequences after {case.prompt} tokens"
         if makers:
             tables.append(timing.compare(title, makers, {"step": bytes_read(case) / memory}, turns, case.sequences))
-    return tables, memory
-
-
-def main() -> int:
-    """Measure what the command line asks for; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decoding", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--shapes", **timing.several(SHAPES, "26m"))
-    parser.add_argument("--prompt", type=int, nargs="+", default=[1], help="tokens before (default: 1)")
-    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8], help="default: 1 8")
-    parser.add_argument("--dtypes", **timing.several(WEIGHT_BYTES, *WEIGHT_BYTES))
-    parser.add_argument("--programs", **timing.several(PROGRAMS, *USUAL))
-    parser.add_argument("--turns", type=int, default=7, help="turns of each program (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=128, help="tokens of a sequence in a turn (default: %(default)s)")
-    parser.add_argument("--llama2c", type=Path, metavar="PATH", help="llama2.c's program, built with `make runomp`")
-    tables, memory = measure(**vars(parser.parse_args()))
-    return timing.finish(tables, memory_bytes_per_second=memory)
+    return tables, {"memory_bytes_per_second": memory}
 
 
 if __name__ == "__main__":
-    with exit_on_user_error():
-        sys.exit(main())
+    timing.run(measure, "benchmarks.decoding")

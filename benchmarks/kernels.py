@@ -4,11 +4,9 @@ For each shape: forward, backward and both on random data, on a GPU over buffers
 torch's copy or its matrix product, is measured in the same run. Exit status 1: something did not run.
 """
 
-import argparse
 import gc
 import math
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +17,12 @@ from torch.nn import functional as F
 
 import kernels
 from benchmarks import timing
-from errors import exit_on_user_error, reading
+from errors import reading
 from kernels import reference
 from model.device import device_name, keep_freed_memory
 
-BF16, TURNS = torch.bfloat16, 5
+BF16 = torch.bfloat16
+TURNS = 5
 OURS, REFERENCE, COMPILED, PYTORCH = "ours", "reference", "torch.compile", "PyTorch's function"
 REPEATS, REPEATS_OF_PRODUCTS = 10, 2  # calls in a turn; products take milliseconds and vary less
 # Shapes by device: large ones on a GPU, those of configs/tiny.toml and small.toml on a CPU.
@@ -68,7 +67,7 @@ def by_all(device: torch.device, call: Callable) -> dict[str, Callable]:
 
 def norm_case(device: torch.device, kind: str, rows: int, width: int, after_addition: bool) -> Case:
     """RMSNorm, or LayerNorm with its bias. torch's own norm gets both vectors in bfloat16."""
-    size, outputs = rows * width * BF16.itemsize, 2 if after_addition else 1  # y, and the sum
+    outputs = 2 if after_addition else 1  # y, and the sum
 
     def make():
         bias = random(device, width, mean=1.0, std=0.1) if kind == "layer" else None
@@ -81,14 +80,12 @@ def norm_case(device: torch.device, kind: str, rows: int, width: int, after_addi
     def torch_own(x, weight, bias, residual):
         total = x if residual is None else x + residual
         if kind == "rms":
-            y = F.rms_norm(total, (width,), weight.to(BF16), 1e-5)
-        else:
-            y = F.layer_norm(total, (width,), weight.to(BF16), bias.to(BF16), 1e-5)
-        return (y, total)[:outputs]
+            return (F.rms_norm(total, (width,), weight.to(BF16), 1e-5), total)[:outputs]
+        return (F.layer_norm(total, (width,), weight.to(BF16), bias.to(BF16), 1e-5), total)[:outputs]
 
-    name, moved = f"{kind} norm", (2 * size, 3 * size)
-    if after_addition:
-        name, moved = f"{kind} norm after addition", (4 * size, 4 * size)
+    size = rows * width * BF16.itemsize
+    moved = (4 * size, 4 * size) if after_addition else (2 * size, 3 * size)
+    name = f"{kind} norm after addition" if after_addition else f"{kind} norm"
     return Case(f"{name}, {rows} x {width}", make, by_all(device, call) | {PYTORCH: torch_own}, moved)
 
 
@@ -121,9 +118,8 @@ def rotary_case(device: torch.device, tokens: int, heads: int, kv_heads: int, wi
     # gradients of q, k and v become packed ones; with the norms, q and k are read again.
     size = BF16.itemsize * tokens * width
     rotated, packed = size * (heads + kv_heads), size * (heads + 2 * kv_heads)
-    name, moved = "rotary", (2 * rotated, 2 * packed)
-    if normed:
-        name, moved = "rotary with norms of heads", (2 * rotated, 2 * packed + rotated)
+    moved = (2 * rotated, 2 * packed + rotated if normed else 2 * packed)
+    name = "rotary with norms of heads" if normed else "rotary"
     return Case(f"{name}, {tokens} tokens, {heads} + {kv_heads} heads of {width}", make, by_all(device, call), moved)
 
 
@@ -175,26 +171,27 @@ def compare(case: Case, device: torch.device, copy: float, product: float) -> di
     return timing.compare(case.name, makers, limits, TURNS)
 
 
-def main() -> int:
-    """Measure what the command line asks for; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--only", default="", metavar="PATTERN", help="cases whose name matches, such as 'rms norm'")
-    arguments = parser.parse_args()
-    with reading(f"--only {arguments.only}", "give a regular expression"):
-        pattern = re.compile(arguments.only)
-    device, tables = timing.default_device(), []
+def measure(only: str = "") -> tuple[list[dict], dict[str, float]]:
+    """Every kernel beside its baselines and the machine's limit.
+
+    Args:
+        only: A regular expression: cases whose name matches, such as 'rms norm'.
+    """
+    with reading(f"--only {only}", "give a regular expression"):
+        pattern = re.compile(only)
+    device = timing.default_device()
     keep_freed_memory()
     torch.manual_seed(0)
     copy, product = timing.copy_rate(device), timing.product_rate(device, torch.bfloat16)
     print(f"{device_name(device)}: copies {copy / 1e9:.4g} GB/s, products {product / 1e12:.3g} TFLOP/s\n")
+    tables = []
     for case in all_cases(device):
         if pattern.search(case.name):
             tables.append(compare(case, device, copy, product))
             torch.compiler.reset()
             gc.collect()
-    return timing.finish(tables, copy_bytes_per_second=copy, product_flops_per_second=product)
+    return tables, {"copy_bytes_per_second": copy, "product_flops_per_second": product}
 
 
 if __name__ == "__main__":
-    with exit_on_user_error():
-        sys.exit(main())
+    timing.run(measure, "benchmarks.kernels")

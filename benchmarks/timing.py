@@ -12,10 +12,12 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
+from errors import exit_on_user_error
+from flags import call_with_flags
 from model.device import device_name, processor
 
 BEYOND_CACHE = 256e6  # bytes, more than a GPU's cache holds
@@ -38,7 +40,8 @@ def measure(makers: dict[str, Callable[[], Blocks]], turns: int) -> tuple[dict[s
     Equal places in two lists were measured next to each other. Before the first turn every block runs once, to compile
     and to fill caches.
     """
-    programs, failures = {}, {}
+    programs = {}
+    failures = {}
     for name, make in makers.items():
         print("preparing", name, file=sys.stderr, flush=True)
         try:
@@ -117,10 +120,9 @@ def compare(
     """
     seconds, failures = measure(makers, turns)
     table = {"title": title, "tokens": tokens, "limits": limits, "seconds": seconds, "not_run": failures}
-    print(f"\n### {title}\n")
-    for i, row in enumerate(program_rows(table)):
-        if i == 0:
-            print(f"| {' | '.join(row)} |\n|{'---|' * len(row)}")
+    rows = program_rows(table)
+    print(f"\n### {title}\n\n| {' | '.join(rows[0])} |\n|{'---|' * len(rows[0])}")
+    for row in rows:
         print(f"| {' | '.join(row.values())} |", flush=True)
     if not sys.stdout.isatty():
         print(json.dumps(table), flush=True)  # what is left if the benchmark is killed later
@@ -131,7 +133,8 @@ def program_rows(table: dict) -> list[dict[str, str]]:
     """Medians of each program, and its speed relative to the first one's in the last section: the median and the range
     of the ratios within turns.
     """
-    rows, first = [], next(iter(table["seconds"]), "")
+    rows = []
+    first = next(iter(table["seconds"]), "")
     for name, sections in table["seconds"].items():
         medians = {section: statistics.median(values) for section, values in sections.items()}
         row = {"": name} | {f"{section}, ms": three_digits(1e3 * median) for section, median in medians.items()}
@@ -159,18 +162,15 @@ def three_digits(value: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def several(names: Iterable[str], *usual: str) -> dict:
-    """What argparse needs for a flag that takes several names; their list stands in the help once."""
-    texts = {"all": [*names], "default": usual}
-    text = "; ".join(f"{title}: {', '.join(map(shlex.quote, chosen))}" for title, chosen in texts.items())
-    return {"nargs": "+", "choices": [*names], "default": usual, "metavar": "NAME", "help": text}
+def run(measure: Callable[..., tuple[list[dict], dict[str, float]]], program: str) -> None:
+    """Call `measure` as the command line asks, which returns tables and the machine's rates, print them and exit."""
+    with exit_on_user_error():
+        tables, rates = call_with_flags(measure, prog=f"python -m {program}")
+        sys.exit(finish(tables, rates))
 
 
-def finish(tables: list[dict], **rates: float) -> int:
-    """Print the record of a benchmark, unless to a terminal; the exit status, 1 if something did not run.
-
-    rates: of the machine, as measured.
-    """
+def finish(tables: list[dict], rates: dict[str, float]) -> int:
+    """Print the record of a benchmark, unless to a terminal; the exit status, 1 if something did not run."""
     machine = {"device": device_name(default_device()), "processor": processor(), "threads": torch.get_num_threads()}
     machine |= {"torch": torch.__version__, "python": platform.python_version()}
     command = shlex.join(["python", *sys.orig_argv[1:]])

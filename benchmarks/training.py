@@ -4,11 +4,10 @@ Variants: the reference in plain PyTorch, torch.compile of it, our functions for
 transformers' LLaMA of the same shape. They take turns in blocks of a few steps. Exit status 1: a variant did not run.
 """
 
-import argparse
 import itertools
-import sys
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,6 @@ import kernels
 from ablation.plan import replace_settings
 from benchmarks import timing
 from benchmarks.decoding import TRANSFORMERS, transformers_model
-from errors import exit_on_user_error
 from model.config import ModelConfig
 from model.count import flops_per_token
 from model.decoder import Decoder
@@ -44,7 +42,8 @@ class TransformersBaseline(nn.Module):
 
     def __init__(self, config: ModelConfig, compute_dtype: torch.dtype):
         super().__init__()
-        self.model, self.dtype = transformers_model(config), compute_dtype
+        self.model = transformers_model(config)
+        self.dtype = compute_dtype
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, token_weights: Tensor | None = None) -> Tensor:
         """The mean loss, which is what the `token_weights` of a training step ask for."""
@@ -80,20 +79,19 @@ def make_step(settings: Settings, variant: str, device: torch.device) -> timing.
     return {"step": use_and_time}
 
 
-def compare(config: str, changes: dict[str, Any], norms: list[str], variants: list[str], turns: int = TURNS) -> dict:
-    """Time every norm in every variant, and print a table in Markdown; returns it for a record.
-
-    changes: of the configuration's settings.
-    """
+def compare(
+    config: str, changes: dict[str, Any], norms: Sequence[str], variants: Sequence[str], turns: int = TURNS
+) -> dict:
+    """Time every norm in every variant of a changed configuration, and print a table; returns it for a record."""
     keep_freed_memory()
     settings = replace_settings(load_settings(config_path(config)), changes)
-    device, makers = timing.default_device(), {}
+    device = timing.default_device()
+    makers = {}
     for norm, variant in itertools.product(norms, variants):
-        of_norm = replace_settings(settings, {"norm": norm})
-        if not variant.startswith(TRANSFORMERS):
-            makers[f"{variant}, {norm}"] = partial(make_step, of_norm, variant, device)
-        elif norm == "rms":
-            makers[variant] = partial(make_step, of_norm, variant, device)
+        if variant.startswith(TRANSFORMERS) and norm != "rms":
+            continue
+        name = variant if variant.startswith(TRANSFORMERS) else f"{variant}, {norm}"
+        makers[name] = partial(make_step, replace_settings(settings, {"norm": norm}), variant, device)
     length, dtype = settings.data.sequence_length, choose_dtype(settings.machine.dtype, device)
     tokens = settings.data.micro_batch() * length
     flops = tokens * flops_per_token(settings.model, length)
@@ -101,20 +99,22 @@ def compare(config: str, changes: dict[str, Any], norms: list[str], variants: li
     return timing.compare(f"training {config}, {str(dtype)[6:]}", makers, limits, turns, tokens)  # without "torch."
 
 
-def main() -> int:
-    """Measure what the command line asks for; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--config", default="tiny", help="a name in configs/ (default: %(default)s)")
-    parser.add_argument("--dtypes", nargs="+", metavar="DTYPE", default=["auto"], help="default: auto")
-    parser.add_argument("--norms", nargs="+", metavar="NORM", default=["rms", "layer"], help="default: rms layer")
-    kernels_of_device = "triton" if timing.default_device().type == "cuda" else "torch"
-    usual = [name for name, (choice, _) in VARIANTS.items() if choice in ("reference", kernels_of_device)]
-    parser.add_argument("--variants", **timing.several(VARIANTS, *usual))
-    chosen = parser.parse_args()
-    tables = [compare(chosen.config, {"dtype": dtype}, chosen.norms, chosen.variants) for dtype in chosen.dtypes]
-    return timing.finish(tables)
+def measure(
+    config: str = "tiny",
+    dtypes: tuple[str, ...] = ("auto",),
+    norms: tuple[str, ...] = ("rms", "layer"),
+    variants: tuple[Literal[*VARIANTS], ...] = (),
+) -> tuple[list[dict], dict[str, float]]:
+    """Time training steps in every variant of the code, side by side.
+
+    Args:
+        config: A name in configs/.
+        variants: By default those of this device without transformers.
+    """
+    ours = "triton" if timing.default_device().type == "cuda" else "torch"
+    usual = [name for name, (choice, _) in VARIANTS.items() if choice in ("reference", ours)]
+    return [compare(config, {"dtype": dtype}, norms, variants or usual) for dtype in dtypes], {}
 
 
 if __name__ == "__main__":
-    with exit_on_user_error():
-        sys.exit(main())
+    timing.run(measure, "benchmarks.training")

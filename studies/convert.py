@@ -1,10 +1,13 @@
 """What a trained LayerNorm model loses when it becomes an RMSNorm model: `python -m studies.convert FOLDER`.
 
-FOLDER has a copy of a study's plan.toml. An arm with `init_from = "layer"` is the trained model of the arm `layer`,
-converted; if it has steps, it trains again, on other batches. With `init_from = "quarter 2"` it is converted after two
-quarters of the steps, and continues the run with the same batches and moments; `init_from = "quarter 2, centered"` also
-centers the weights that write to the stream, whatever the norm. With bias and centered weights nothing is lost, unless
-the embedding is tied to the head.
+FOLDER has a copy of a study's plan.toml. In each seed, `init_from` says what the model of an arm starts from:
+
+    nothing      random weights
+    "layer"      the trained model of the arm `layer`, converted; if the arm has steps, it trains on other batches
+    "quarter 2"  a run of the first kind after two quarters of its steps, converted; it continues with the same batches
+
+Measured is the loss at the end. With ", centered" behind it, the weights that write to the stream are centered whatever
+the norm. With bias and centered weights nothing is lost, unless the embedding is tied to the head.
 """
 
 import contextlib
@@ -28,37 +31,42 @@ from training.loop import save, train_steps
 from training.session import set_up
 
 SEED_OFFSET = 5000  # added for converted models that train again: their batches differ from those of the run
+CENTERED = ", centered"
+NO_HASH = ""  # of settings: these rows cannot be made again by ablate.py
 
 
 def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
-    """Train the models of a seed, with checkpoints in `folder`: those that others start from, then those others."""
-    origins = {arm.name: arm.settings.get("init_from", "").partition(", centered") for arm in plan.all_arms.values()}
-    starts = {start for start, *_ in origins.values()}
+    """The rows of a seed's models, arm by arm. `folder` gets the checkpoints that later arms start from."""
+    origins = {name: arm.settings.get("init_from", "") for name, arm in plan.all_arms.items()}
+    starts = {name: origin.removesuffix(CENTERED) for name, origin in origins.items()}
+    quarters = sorted({start for start in starts.values() if start.startswith("quarter")})
     rows = []
-    for arm in plan.all_arms.values():
-        start, centered, _ = origins[arm.name]
-        run = Run(arm.name, "final", seed, plan.candidate_learning_rates[arm.name][0])
-        is_branch = start.startswith("quarter")
-        is_converted = start != "" and not is_branch
-        changes = {"device": device, "seed": seed + SEED_OFFSET if is_converted else seed}
+    for name, start in starts.items():
+        run = Run(name, "final", seed, plan.candidate_learning_rates[name][0])
+        changes = {"device": device}
         if start:
             changes["init_from"] = str(folder / start / "last")
+        if start and start not in quarters:
+            changes["seed"] = seed + SEED_OFFSET
         with contextlib.redirect_stdout(None):
             session = set_up(replace_settings(run_settings(plan, run), changes), folder, resume=False)
-        if centered:
+        if origins[name].endswith(CENTERED):
             center_residual_writers(session.model)
-        if is_branch:
+        if not start:  # a run, with a checkpoint after each quarter that others start from, and at the end
+            for quarter in quarters:
+                end = int(quarter.removeprefix("quarter ")) * session.steps // 4
+                next(result for result in train_steps(session) if result.step == end)
+                save(dataclasses.replace(session, run_dir=folder / quarter))
+            row = measure(session, run, NO_HASH, 1)
+            save(dataclasses.replace(session, run_dir=folder / name))
+        elif start in quarters:  # converted in the middle of that run: the rest of its steps
             load_moments(folder / start / "last", session.model, session.optimizer)
             session.state = dataclasses.replace(read_state(folder / start / "last"), seconds=0.0)
-        for quarter in (1, 2, 3):
-            if not start and f"quarter {quarter}" in starts:
-                next(result for result in train_steps(session) if result.step == quarter * session.steps // 4)
-                save(dataclasses.replace(session, run_dir=folder / f"quarter {quarter}"))
-        # No settings hash: these rows cannot be made again by ablate.py.
-        row = measure(session, run, "", 1, train=not is_converted or "steps" in arm.settings)
-        rows.append(dataclasses.replace(row, batches_hash="") if is_converted else row)
-        if not start:
-            save(dataclasses.replace(session, run_dir=folder / arm.name))
+            row = measure(session, run, NO_HASH, 1)
+        else:  # converted at the end: as it is, or after the steps of the arm
+            row = measure(session, run, NO_HASH, 1, train="steps" in plan.all_arms[name].settings)
+            row = dataclasses.replace(row, batches_hash="")
+        rows.append(row)
     return rows
 
 

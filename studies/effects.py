@@ -3,7 +3,6 @@ studies.effects` draws docs/effects.png.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -17,14 +16,11 @@ from ablation.stats import Effect, standard_error
 from ablation.study import Study, load
 from files import replacing
 
-LAYER, LAYER_NO_BIAS, RMS_BIAS, RMS = itertools.product(("layer", "rms"), (True, False))  # the norm, and its bias
-CONTRASTS = {
-    "RMSNorm minus LayerNorm": [(RMS, LAYER)],
-    "no mean": [(RMS_BIAS, LAYER), (RMS, LAYER_NO_BIAS)],
-    "no bias": [(LAYER_NO_BIAS, LAYER), (RMS, RMS_BIAS)],
+CONTRASTS = {  # pairs of arms by their norm, each with and without a bias; the second of a pair is the baseline
+    "RMSNorm minus LayerNorm": [("rms", "layer and bias")],
+    "no mean": [("rms and bias", "layer and bias"), ("rms", "layer")],
+    "no bias": [("layer", "layer and bias"), ("rms", "rms and bias")],
 }
-LEGEND = {"no mean": "mean not subtracted"}
-MARGIN = "margin: counts as equal"
 SETS = ("factorial", "budget-1200", "budget-600", "placebo", "scale-4m", "scale-10m", "shakespeare")  # pairs at 5e-4
 DRAWN = ("factorial", "budget-1200", "budget-600", "scale-4m", "scale-10m", "shakespeare", "tuned-2e-3", "recipe")
 DRAWN += ("default-recipe", "bias-rates", "bias-2e-3", "branches", "branches-2e-3")
@@ -37,28 +33,35 @@ def load_study(name: str) -> Study:
     return load(STUDIES / name)
 
 
-def cells_of(study: Study) -> dict[str, dict[tuple[str, bool], str]]:
-    """For each choice of the settings that vary beside the norm: the arm with each norm, with and without a bias."""
+def title(study: Study, group: str = "") -> str:
+    """What these runs are, in words."""
+    return study.plan.titles.get(group, f"{study.plan.name} {group}".strip())
+
+
+def arms_by_norm(study: Study) -> dict[str, dict[str, str]]:
+    """For each choice of the settings that vary beside the norm: the arm with each norm, as `CONTRASTS` name them."""
     others = {*study.plan.varied} - {"norm", "norm_bias", "center_weights"}
-    groups: dict[str, dict[tuple[str, bool], str]] = {}
+    models = {name: arm_settings(study.plan, arm).model for name, arm in study.plan.all_arms.items()}
+    norms = {name: model.norm + " and bias" * model.has_norm_bias for name, model in models.items()}
+    groups: dict[str, dict[str, str]] = {}
     for name, arm in study.plan.all_arms.items():
         group = ", ".join(label(key, value) for key, value in arm.settings.items() if key in others)
-        cells, model = groups.setdefault(group, {}), arm_settings(study.plan, arm).model
+        arms = groups.setdefault(group, {})
         if arm.baseline is not None and "init_from" in arm.settings:  # a branch is compared with the run it left
-            base = arm_settings(study.plan, study.plan.all_arms[arm.baseline]).model
-            cells.setdefault((base.norm, base.has_norm_bias), arm.baseline)
-        cells[model.norm, model.has_norm_bias] = name
+            arms.setdefault(norms[arm.baseline], arm.baseline)
+        arms[norms[name]] = name
     return groups
 
 
 def contrasts(study: Study) -> dict[str, dict[str, Effect]]:
     """By the values of the other settings: each contrast that the study has arms for, a mean over its pairs of arms."""
     effects: dict[str, dict[str, Effect]] = {}
-    for group, cells in cells_of(study).items():
+    for group, arms in arms_by_norm(study).items():
         for name, pairs in CONTRASTS.items():
-            available = [(cells[arm], cells[base]) for arm, base in pairs if arm in cells and base in cells]
-            weights = {arm: 1 / len(available) for arm, _ in available}
-            weights |= {base: -1 / len(available) for _, base in available}
+            available = [pair for pair in pairs if arms.keys() >= {*pair}]
+            weights = {}
+            for norm, base in available:
+                weights |= {arms[norm]: 1 / len(available), arms[base]: -1 / len(available)}
             effect = study.mean_loss(name, weights) if available else None
             if effect is not None:
                 effects.setdefault(group, {})[name] = effect
@@ -77,14 +80,10 @@ def pairs_at_5e_4(names: Sequence[str] = SETS) -> list[pd.Series]:
 def pooled(sets: Sequence[pd.Series]) -> Effect:
     """The mean of the sets' means, weighted by the inverse of their squared standard errors."""
     precisions = np.array([standard_error(pairs) ** -2 for pairs in sets])
-    estimate, error = precisions @ [pairs.mean() for pairs in sets] / precisions.sum(), precisions.sum() ** -0.5
+    estimate = precisions @ [pairs.mean() for pairs in sets] / precisions.sum()
+    error = precisions.sum() ** -0.5
     intervals = [(estimate - z * error, estimate + z * error) for z in (1.96, 1.645)]
     return Effect("RMSNorm minus LayerNorm", estimate, *intervals, math.nan, "nats per token", sum(map(len, sets)))
-
-
-def title(study: Study, group: str = "") -> str:
-    """What these runs are, in words."""
-    return study.plan.titles.get(group, f"{study.plan.name} {group}".strip())
 
 
 def draw(studies: Sequence[Study]) -> Figure:
@@ -92,31 +91,39 @@ def draw(studies: Sequence[Study]) -> Figure:
 
     The last row is the mean of `pairs_at_5e_4`.
     """
-    every = [(study, group, effects) for study in studies for group, effects in contrasts(study).items()]
-    rows = [(title(study, group), study.plan.margin, effects) for study, group, effects in every]
-    all_pairs = pooled(pairs_at_5e_4())
-    rows.append(("all at rate 5e-4, exploratory", rows[0][1], {all_pairs.name: all_pairs}))
+    rows: dict[str, dict[str, Effect]] = {}
+    margins = []
+    for study in studies:
+        effects_by_group = contrasts(study)
+        rows |= {title(study, group): effects for group, effects in effects_by_group.items()}
+        margins += [study.plan.margin] * len(effects_by_group)
+    rows["all at rate 5e-4, exploratory"] = {"RMSNorm minus LayerNorm": pooled(pairs_at_5e_4())}
+    margins.append(studies[0].plan.margin)
     figure, [axes] = panels(1.6 + 0.42 * len(rows))
     axes.axvline(0, color=MUTED, linewidth=1)
-    for row, (_, margin, effects) in enumerate(rows):
-        axes.fill_betweenx((row - 0.5, row + 0.5), -margin, margin, color=MUTED, alpha=0.15, linewidth=0, label=MARGIN)
-        for name, effect in effects.items():
-            index = [*CONTRASTS].index(name)
-            place, colour = row + 0.22 * (index - 1), COLOURS[index]
-            axes.plot(effect.interval, (place, place), color=colour, linewidth=3, alpha=0.5, solid_capstyle="butt")
-            axes.plot(effect.estimate, place, "os^"[index], color=colour, markersize=4, label=LEGEND.get(name, name))
-    names = [f"{name}\n{next(iter(effects.values())).n} pairs" for name, _, effects in rows]
-    axes.set_yticks(range(len(rows)), names, fontsize=8)
+    edges = np.arange(len(rows) + 1) - 0.5
+    margins = np.array([*margins, margins[-1]])  # from each edge to the next
+    style = {"color": MUTED, "alpha": 0.15, "linewidth": 0}
+    axes.fill_betweenx(edges, -margins, margins, step="post", label="margin: counts as equal", **style)
+    for index, (contrast, marker) in enumerate(zip(CONTRASTS, "os^", strict=True)):
+        shift = 0.22 * (index - 1)
+        drawn = {row + shift: effects[contrast] for row, effects in enumerate(rows.values()) if contrast in effects}
+        low, high = zip(*(effect.interval for effect in drawn.values()), strict=True)
+        axes.hlines([*drawn], low, high, color=COLOURS[index], linewidth=3, alpha=0.5)
+        legend = contrast.replace("no mean", "mean not subtracted")
+        estimates = [effect.estimate for effect in drawn.values()]
+        axes.plot(estimates, [*drawn], marker, color=COLOURS[index], markersize=4, label=legend)
+    labels = [f"{words}\n{next(iter(effects.values())).n} pairs" for words, effects in rows.items()]
+    axes.set_yticks(range(len(rows)), labels, fontsize=8)
     axes.set_xscale("symlog", linthresh=0.01)
     axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS], fontsize=8)
-    units = {effect.unit for _, _, effects in rows for effect in effects.values()}
-    reach = 1.1 * max(abs(end) for _, _, effects in rows for effect in effects.values() for end in effect.interval)
+    units = {effect.unit for effects in rows.values() for effect in effects.values()}
+    reach = 1.1 * np.abs(axes.dataLim.intervalx).max()
     axes.set(xlim=(-reach, reach), ylim=(len(rows) - 0.5, -0.5), xlabel=f"difference in loss, {' or '.join(units)}")
     axes.set_title("← better", loc="left", fontsize=9)
     axes.set_title("worse →", loc="right", fontsize=9)
     figure.suptitle("Is RMSNorm worse than LayerNorm, and by which part?", fontsize=11)
-    shown = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    figure.legend(shown.values(), shown, loc="outside lower center", frameon=False, fontsize=8, ncols=2)
+    figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=2)
     return figure
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import tyro
 from matplotlib.figure import Figure
+from tyro.conf import Positional
 
 from ablation.plots import COLOURS, panels
 from checkpoints.find import find_checkpoint
@@ -53,16 +53,14 @@ def grid(inside: Inspection, tokens: list[str], show: str) -> Figure:
     axes.grid(False)
     axes.set_xticks(range(len(tokens)), tokens, rotation=90, family="monospace", fontsize=7, parse_math=False)
     axes.set_yticks(range(len(inside.norms)), inside.norms)
-    ticks, label = [low, (low * high) ** 0.5, high], LEGENDS[show].format(chance=inside.chance)
+    ticks = [low, (low * high) ** 0.5, high]
+    label = LEGENDS[show].format(chance=inside.chance)
     figure.colorbar(image, location="bottom", extend="min", ticks=ticks, format="%.2g", label=label).minorticks_off()
     return figure
 
 
 def main(
-    run: tyro.conf.Positional[Path],
-    text: tyro.conf.Positional[str] = "",
-    show: Literal[*LEGENDS] = "rms",
-    out: Path = Path("inside.png"),
+    run: Positional[Path], text: Positional[str] = "", show: Literal[*LEGENDS] = "rms", out: Path = Path("inside.png")
 ) -> None:
     """Draw what happens inside a run while it reads a text."""
     directory = find_checkpoint(run)
@@ -70,9 +68,9 @@ def main(
     if text:
         ids = [tokenizer.document_start, *tokenizer.encode(text)]
         figure = grid(inspect(decoder, ids), [repr(tokenizer.decode([i], special=True))[1:-1] for i in ids], show)
+    elif (decoder.config.norm, decoder.config.norm_placement) != ("rms", "pre"):
+        raise UserError(f"{run} is no pre-norm model with RMSNorm; give a text, to draw what its norms read.")
     else:
-        if (decoder.config.norm, decoder.config.norm_placement) != ("rms", "pre"):
-            raise UserError(f"{run} is no pre-norm model with RMSNorm; give a text, to draw what its norms read.")
         ids = tokenizer.encode(Path(argparse.__file__).read_text(encoding="utf-8"))[:4096]
         rms = [inspect(decoder, ids[start : start + 512]).rms for start in range(0, 4096, 512)]
         figure = growth(torch.cat(rms, dim=1), decoder.config.norm_eps)

@@ -1,17 +1,18 @@
 """Tables of docs/ from the records in studies/ and speed/: `python -m studies.tables` writes them between marks."""
 
-import itertools
 import re
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import pandas as pd
 
 from ablation.report import table, with_interval
 from ablation.stats import Effect
 from ablation.study import Study
 from benchmarks.timing import shares_of_limit, three_digits
 from files import replace_text
-from studies.claims import judge_all, norm_times, read_speed
+from studies.claims import claim_rows, norm_times, read_speed
 from studies.effects import CONTRASTS, contrasts, load_study, pairs_at_5e_4, pooled, title
 
 ROOT = Path(__file__).parent.parent
@@ -39,19 +40,21 @@ def contrast_rows(*names: str) -> list[dict]:
 
 def set_rows(*names: str) -> list[dict]:
     """RMSNorm minus LayerNorm in sets of pairs at 5e-4, and all pairs together."""
-    rows, words = [], {"lower": "better", "higher": "worse"}
+    rows = []
+
+    def add_row(runs: str, differences: Sequence[float], mean: Effect, verdict: str) -> None:
+        row = {"runs": runs, "pairs": mean.n, "worse in": sum(difference > 0 for difference in differences)}
+        rows.append(row | {"mean and 95% interval": shown(mean), "verdict": verdict})
+
     for study in map(load_study, names):
-        c = next(c for c in study.comparisons if c.arm == "rms")
-        rows.append((link(study), c.differences, c.effect, words.get(c.verdict, c.verdict)))
-    sets = pairs_at_5e_4(names)
-    without = f"the same without the {len(sets[0])} pairs of the first"  # its pilot has other seeds, and stays
-    for name, chosen in {"these, a pilot and a sweep together": sets, without: sets[1:]}.items():
-        rows.append((name, [*itertools.chain(*chosen)], pooled(chosen), "exploratory"))
-    return [
-        {"runs": name, "pairs": effect.n, "worse in": sum(d > 0 for d in differences)}
-        | {"mean and 95% interval": shown(effect), "verdict": verdict}
-        for name, differences, effect, verdict in rows
-    ]
+        comparison = next(comparison for comparison in study.comparisons if comparison.arm == "rms")
+        verdict = {"lower": "better", "higher": "worse"}.get(comparison.verdict, comparison.verdict)
+        add_row(link(study), comparison.differences, comparison.effect, verdict)
+    first, *others = sets = pairs_at_5e_4(names)
+    add_row("these, a pilot and a sweep together", pd.concat(sets), pooled(sets), "exploratory")
+    without = f"the same without the {len(first)} pairs of the first"  # its pilot has other seeds, and stays
+    add_row(without, pd.concat(others), pooled(others), "exploratory")
+    return rows
 
 
 def speed_rows(record: str, unit: str, *words: str) -> list[dict]:
@@ -81,10 +84,10 @@ def norm_time_rows(*records: str) -> list[dict]:
     return [*rows.values()]
 
 
-KINDS: dict[str, Callable[..., list[dict]]] = {
+ROWS: dict[str, Callable[..., list[dict]]] = {
     "contrasts": contrast_rows,
     "sets": set_rows,
-    "claims": lambda *names: judge_all([*map(load_study, names)]),
+    "claims": claim_rows,
     "speeds": speed_rows,
     "norm_times": norm_time_rows,
 }
@@ -93,7 +96,7 @@ KINDS: dict[str, Callable[..., list[dict]]] = {
 def filled(text: str, depth: int) -> str:
     """A document in `depth` folders with its tables, from `<!-- table: KIND NAME ... -->` to `<!-- end -->`."""
     for match in MARKED.finditer(text):
-        rows = table(KINDS[match[2]](*match[3].split()))
+        rows = table(ROWS[match[2]](*match[3].split()))
         rows = re.sub(r"\]\((?=studies/|speed/)", f"]({'../' * depth}", rows)
         text = text.replace(match[0], f"{match[1]}{rows}\n{match[4]}")
     return text

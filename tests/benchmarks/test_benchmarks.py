@@ -19,6 +19,7 @@ from benchmarks import decoding, timing, training
 from benchmarks import kernels as kernel_benchmarks
 from benchmarks.decoding import Case, bytes_read, llama2c
 from errors import UserError
+from flags import call_with_flags
 from training.settings import Settings
 
 
@@ -58,7 +59,7 @@ def test_a_row_has_medians_tokens_per_second_share_of_the_limit_and_ratios_withi
 
 def test_published_records_look_like_what_a_benchmark_prints_today(capsys):
     table = timing.compare("title", {"a": lambda: {"step": lambda: 0.1}}, {"step": 0.1}, 1)
-    assert timing.finish([table]) == 0
+    assert timing.finish([table], {}) == 0
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     for path in (Path(__file__).parents[2] / "speed").glob("*.json"):
         record = json.loads(path.read_text(encoding="utf-8"))
@@ -144,10 +145,10 @@ def test_all_benchmarks_of_a_cpu_run_in_turns_and_the_record_comes_last(monkeypa
     program = tmp_path / "run"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "--llama2c", str(program)])
     monkeypatch.setattr(decoding, "measure", lambda shapes, *rest: measure(["260k"], *rest[:4], 1, 8, rest[-1]))
     monkeypatch.setattr(training, "compare", lambda _, changes, *rest: compare("tiny", changes | tiny, *rest[:2], 1))
-    assert importlib.import_module("benchmarks.__main__").main() == 1  # llama2.c did not run
+    tables, rates = importlib.import_module("benchmarks.__main__").measure(program)
+    assert timing.finish(tables, rates) == 1  # llama2.c did not run
     printed = capsys.readouterr().out
     assert "| llama2.c | not run: TypeError" in printed
     *of_decoding, _, last = json.loads(printed.splitlines()[-1])["tables"]
@@ -197,7 +198,7 @@ def test_commands_of_the_script_are_understood_and_one_that_fails_does_not_stop_
     for name, *flags in commands:
         monkeypatch.setattr(sys, "argv", [name, *flags, "--help"])  # which is only reached after flags that are right
         with pytest.raises(SystemExit, match="0"):
-            importlib.import_module(name).main()
+            call_with_flags(importlib.import_module(name).measure)
     patterns = "|".join(command[-1] for command in commands if command[0] == "benchmarks.kernels")
     assert all(re.search(patterns, case.name) for case in kernel_benchmarks.all_cases(torch.device("cpu")))
 
