@@ -57,7 +57,7 @@ def test_two_models_stream_and_are_compared_side_by_side_and_an_error_is_told_wh
         window.fill("#prompt", 'it\'s "$HOME" \\n\n')
         window.keyboard.press("Control+Enter")
         wait(window, "tokens, ", 1), wait(window, "20 tokens, ")
-        assert window.locator(".part").count() == 2 and "part at token" in window.inner_text("#summary")
+        assert window.locator(".parting").count() == 2 and "part at token" in window.inner_text("#summary")
         window.click("#curl")
         command = window.evaluate("navigator.clipboard.readText()").replace('"stream":true', '"stream":false')
         answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True).stdout
@@ -102,15 +102,15 @@ def test_a_chat_is_stopped_regenerated_and_continued_on_a_narrow_dark_screen(dir
         assert window.locator(".text").inner_text() != first and "> hello" in window.locator(".text").inner_text()
         window.fill("#prompt", "more")
         window.click("#go")
-        window.locator(".said").filter(has_text="> more").wait_for()
+        window.locator(".text .note").filter(has_text="> more").wait_for()
         wait(window, "12 tokens, ")
         assert window.evaluate("document.documentElement.scrollWidth") <= 390
-        window.locator(".said", has_text="> more").evaluate("said => said.nextSibling.focus()")
+        window.locator(".text .note", has_text="> more").evaluate("prompt => prompt.nextSibling.focus()")
         for key in ("ArrowRight", "Enter", "ArrowDown", "Enter"):  # the second alternative of the second token
             window.keyboard.press(key)
         wait(window, "14 tokens, ")
         window.press(".token", "Escape")
-        assert window.locator("#why").is_hidden()
+        assert window.locator("#alternatives").is_hidden()
 
 
 def test_an_empty_page_on_a_phone_explains_itself_and_settings_refuse_nonsense(directories, open_page, tmp_path):
@@ -127,7 +127,9 @@ def test_an_empty_page_on_a_phone_explains_itself_and_settings_refuse_nonsense(d
         wait(window, "tokens, ")
         assert "Es war einmal" in window.inner_text(".text") and window.locator("#examples button").count() == 0
         window.locator(".token").nth(2).tap()
-        assert window.locator("#why .chosen").count() == 1
+        assert window.locator("#alternatives .chosen").count() == 1
+        window.tap("h1")
+        assert window.locator("#alternatives").is_hidden()
         window.click("summary")
         for name, nonsense in {"top_p": "1.5", "seed": "1.5", "max_tokens": "0", "min_p": ""}.items():
             window.fill(f"#{name}", nonsense)
@@ -145,20 +147,20 @@ def inspect(window, text: str) -> list[dict]:
     window.click("#go")
     for column in range(window.locator("section").count()):
         wait(window, "nats per token", column)
-    return window.evaluate("columns.map(column => column.inside)")
+    return window.evaluate("columns.map(column => column.inspection)")
 
 
-def shades(window, table: int) -> list[list[int]]:
-    """The colors of a table's cells from 0 to 45, its last row first."""
-    shade = "Number(cell.style.getPropertyValue('--shade'))"
-    script = f"table => [...table.rows].map(row => [...row.cells].map(cell => {shade}))"
+def strengths(window, table: int) -> list[list[float]]:
+    """How strong the colors of a table's cells are, from 0 to 1, its last row first."""
+    strength = "Number(cell.style.getPropertyValue('--strength'))"
+    script = f"table => [...table.rows].map(row => [...row.cells].map(cell => {strength}))"
     rows = window.locator(".cells").nth(table).evaluate(script)
     return [row[1:] for row in rows[-2::-1]]
 
 
 def numbers(window, column: int) -> dict[str, str]:
     """What the page says of the chosen cell."""
-    rows = "[...columns[i].about.querySelector('table').rows]"
+    rows = "[...columns[i].numbers.querySelector('table').rows]"
     return dict(window.evaluate(f"i => {rows}.map(row => [...row.cells].map(cell => cell.textContent))", column))
 
 
@@ -170,13 +172,13 @@ def test_two_models_are_inspected_with_one_scale_and_cells_are_chosen_by_click_a
         window = open_page(server)
         replies = inspect(window, "def add(a, b):\n    return a\n\ndef add")
         for name in ("kurtosis", "largest_share", "mean_over_std", "rms"):
-            window.select_option("#shown", name)
+            window.select_option("#measure", name)
             values = sorted(value for reply in replies for row in reply[name] for value in row)
             low, high = max(values[len(values) // 20], values[-1] / 1e4), values[-1]
             for reply, table in zip(replies, (0, 2), strict=True):
-                for row, shown in zip(reply[name], shades(window, table), strict=True):
-                    parts = [math.log(value / low) / math.log(high / low) for value in row]
-                    assert shown == pytest.approx([45 * min(1, max(0, part)) for part in parts], abs=0.51)
+                for row, shown in zip(reply[name], strengths(window, table), strict=True):
+                    logarithms = [math.log(value / low) / math.log(high / low) for value in row]
+                    assert shown == pytest.approx([min(1, max(0, value)) for value in logarithms], abs=0.001)
             assert float(window.locator("#scale span").last.inner_text()) == pytest.approx(high, rel=5e-3)
         assert "RMSNorm divides by it" in window.inner_text("#meaning")
         first = window.locator(".cells").nth(0).locator("td")
@@ -192,12 +194,12 @@ def test_two_models_are_inspected_with_one_scale_and_cells_are_chosen_by_click_a
             assert float(chance[:-1]) == pytest.approx(reply["chance"], rel=5e-3)
             assert float(bias) == pytest.approx(reply["bias"][3][2], rel=5e-3)
             assert told["loss of the next token"].endswith(f"{reply['losses'][1]:.3g} nats")
-            text = window.evaluate("i => columns[i].about.textContent", column)
+            text = window.evaluate("i => columns[i].numbers.textContent", column)
             likeliest = reply["top_texts"][0][1][0].replace(" ", "␣")
             assert "def, layer 2 MLP" in text and f"after layer 1{likeliest}" in text
-            assert window.locator("section").nth(column).locator(".token.here").inner_text() == "def"
+            assert window.locator("section").nth(column).locator(".token.chosen").inner_text() == "def"
         window.locator(".token").nth(2).focus()
-        assert "␣add, layer 2 MLP" in window.evaluate("columns[1].about.textContent")
+        assert "␣add, layer 2 MLP" in window.evaluate("columns[1].numbers.textContent")
 
 
 def test_a_head_and_a_change_of_the_norms_color_the_text_and_a_long_text_is_refused(directories, open_page, tmp_path):
@@ -205,17 +207,17 @@ def test_a_head_and_a_change_of_the_norms_color_the_text_and_a_long_text_is_refu
         window = open_page(server)
         [reply] = inspect(window, "def add(a, b):\n    return a\n\ndef add")
         tokens, second = window.locator(".token"), "tokens => tokens[1].className"
-        window.select_option("#kind", "after_same")
+        window.select_option("#attention", "after_same")
         window.locator(".cells").nth(1).locator("tr").nth(0).locator("td").nth(2).click()  # second head, last layer
         attention, texts = reply["after_same"][1][1], reply["tokens"]
-        shown = tokens.evaluate_all("tokens => tokens.map(token => Number(token.style.getPropertyValue('--shade')))")
-        assert shown == pytest.approx([45 * share for share in attention], abs=0.51)
-        assert "seen" in tokens.evaluate_all(second).split()
+        shown = tokens.evaluate_all("tokens => tokens.map(token => Number(token.style.getPropertyValue('--strength')))")
+        assert shown == pytest.approx(attention, abs=0.001)
+        assert "attended" in tokens.evaluate_all(second).split()
         repeated = [share for i, share in enumerate(attention) if texts.index(texts[i]) < i]
         mean = sum(repeated) / len(repeated)
         wait(window, "Head 2 of layer 2 attends"), wait(window, f"{100 * mean:.1f}% after earlier occurrences of it.")
-        assert shades(window, 1)[1][1] == round(45 * mean)
-        for select, value in (("#change", "bias"), ("#where", "norm")):
+        assert strengths(window, 1)[1][1] == pytest.approx(mean, abs=0.001)
+        for select, value in (("#change", "bias"), ("#norm", "norm")):
             with window.expect_response("**/inspect") as response:
                 window.select_option(select, value)
             differences = response.value.json()["differences"]
@@ -227,7 +229,7 @@ def test_a_head_and_a_change_of_the_norms_color_the_text_and_a_long_text_is_refu
         wait(window, "give 1 to 1024, within the model's context")
         assert window.locator(".cells").count() == 0 and tokens.count() == 0
         window.select_option("#mode", "complete")
-        assert window.locator("#inside").is_hidden() and window.locator("#tap").is_visible()
+        assert window.locator("#meaning").is_hidden() and window.locator("#legend").is_visible()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -238,12 +240,12 @@ def test_the_grid_fits_a_phone(directories, open_page, scheme):
         assert window.evaluate("document.documentElement.scrollWidth") <= 390
         cells = window.locator(".cells").nth(0)
         cells.locator("tr").nth(1).locator("td").nth(40).tap()
-        assert cells.locator(".here").evaluate("cell => cell.cellIndex") == 40
+        assert cells.locator(".chosen").evaluate("cell => cell.cellIndex") == 40
         names = cells.locator("tr").nth(1).locator("td").nth(0).bounding_box()
-        chosen = cells.locator(".here").bounding_box()
+        chosen = cells.locator(".chosen").bounding_box()
         assert names["x"] >= 0 and names["x"] + names["width"] <= chosen["x"] and chosen["x"] + chosen["width"] <= 390
         assert chosen["width"] >= 24 and chosen["height"] >= 24
         colors = cells.locator("td").evaluate_all("all => all.map(td => getComputedStyle(td).backgroundColor)")
         assert len({*colors}) > 10
-        select = [box.bounding_box() for box in window.locator("#inside select").all()]
+        select = [box.bounding_box() for box in window.locator("#choices select").all()]
         assert all(box["height"] >= 44 and box["x"] + box["width"] <= 390 for box in select)
