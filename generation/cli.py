@@ -31,10 +31,10 @@ def run(settings: Settings, directory: Path, prompts: Sequence[str]) -> None:
         merge(checkpoint, tokenizer, ends, settings.merge)
         log(f"written: {settings.merge}; try it: python generate.py {shlex.quote(str(settings.merge))}")
         return
-    if settings.chat and tokenizer.chat_template is None:
-        teach = f"python train.py --init-from {shlex.quote(str(directory))} --data python-chat --learning-rate 1e-3"
-        raise UserError(f"{directory} has no chat template, so it only continues text; teach it to talk: {teach}")
     if settings.chat:
+        if tokenizer.chat_template is None:
+            teach = f"python train.py --init-from {shlex.quote(str(directory))} --data python-chat --learning-rate 1e-3"
+            raise UserError(f"{directory} has no chat template, so it only continues text; teach it to talk: {teach}")
         chat = ChatFormat(tokenizer, settings.system)
         ends |= chat.ends
         encoded = [chat.encode([{"role": "user", "content": text}]) for text in prompts]
@@ -44,7 +44,8 @@ def run(settings: Settings, directory: Path, prompts: Sequence[str]) -> None:
     check_prompts(encoded, context)  # before the weights are read
     decoder = load_decoder(checkpoint, settings.device, settings.dtype, settings.kernels, settings.batch_size)
     del checkpoint  # with the mapping of its files
-    device, dtype = next(decoder.parameters()).device, str(decoder.compute_dtype).removeprefix("torch.")
+    device = next(decoder.parameters()).device
+    dtype = str(decoder.compute_dtype).removeprefix("torch.")
     dtype += " with int8 matrices" if settings.dtype == "int8" else ""
     log(f"{describe(directory, settings.adapter)} on {device} in {dtype}, kernels: {kernels.describe(device)}")
     if settings.samples > 1 and settings.sampling.temperature == 0:
@@ -73,9 +74,10 @@ def print_texts(continue_prompts: Callable, settings: Settings, tokenizer: Token
     """Generate all samples of the prompts (text, ids) in batches, and print them in order or as lines of JSON."""
     texts = []
     for prompt, ids in prompts:
-        first, prompt_ids = (None, ()) if settings.chat else (tokens_after(tokenizer, prompt), ids)
+        first_tokens = None if settings.chat else tokens_after(tokenizer, prompt)
         for number in range(settings.samples):
-            texts.append(Text(prompt, number, ids, first, TextStream(tokenizer, settings.stop, prompt_ids)))
+            stream = TextStream(tokenizer, settings.stop, () if settings.chat else ids)  # of a chat, the answer alone
+            texts.append(Text(prompt, number, ids, first_tokens, stream))
     # Texts that are not completely written, in order. Only the first is written as it grows.
     unwritten = [] if settings.jsonl else [text.stream for text in texts]
     written = 0  # characters of the first

@@ -61,7 +61,7 @@ class Conversation:
 
         try:
             options = dict(sample_numbers=[self.answers], on_token=on_token, prefix=self.prefix)
-            end = self.continue_prompts([prompt], **options).finish_reasons[0]
+            [end] = self.continue_prompts([prompt], **options).finish_reasons
             self.write(stream.finish())
         except KeyboardInterrupt:
             if not stream.text:
@@ -82,7 +82,8 @@ class Conversation:
     def drop_oldest_turns(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
         """The messages and their ids; without the oldest turns if there is no room for an answer."""
         # An answer may need `max_new_tokens`, but at most half of the context is kept free for it.
-        room, turns = self.context - min(self.settings.token_limit, self.context // 2), len(messages) // 2
+        room = self.context - min(self.settings.token_limit, self.context // 2)
+        turns = len(messages) // 2
         prompt = self.format.encode(messages)
         while len(prompt) > room and len(messages) > 1:
             messages = messages[2:]

@@ -34,7 +34,8 @@ def load_decoder(
     checkpoint: Checkpoint, device: str, dtype: str, implementation: str = "auto", batch_size: int = MAX_CPU_SEQUENCES
 ) -> Decoder:
     """The model on its device, with its weights in the dtype it computes in; arguments are as generate.py's flags."""
-    place, int8 = choose_device(device), dtype == "int8"
+    int8 = dtype == "int8"
+    place = choose_device(device)
     kernels.use(implementation, place)
     if int8 and decode_step_kind(checkpoint.config, place, torch.bfloat16, batch_size) != "cpu":
         raise UserError(
@@ -54,7 +55,8 @@ def merge(checkpoint: Checkpoint, tokenizer: Tokenizer, ends: frozenset[int], ne
         raise UserError(f"--merge {new} exists; give a new directory.")
     if checkpoint.adapter is None:
         raise UserError(f"--merge: {checkpoint.directory} is no adapter, and --adapter names none; nothing to merge.")
-    decoder, unfinished = load_pretrained(checkpoint), new.with_name(f"{new.name}.new")
+    decoder = load_pretrained(checkpoint)
+    unfinished = new.with_name(f"{new.name}.new")
     shutil.rmtree(unfinished, ignore_errors=True)  # what an interrupted merge left
     save_pretrained(decoder, unfinished, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
     tokenizer.save(unfinished)

@@ -96,11 +96,13 @@ def to_choices(request: Request, steps: Sequence[Step]) -> list[dict]:
     for step in steps:
         steps_by_choice.setdefault(step.choice, []).append(step)
     choices = []
-    for index, own in sorted(steps_by_choice.items()):
-        text, tokens = "".join(step.text for step in own), [token for step in own for token in step.tokens]
-        choice = {"index": index, "finish_reason": own[-1].end, "logprobs": {"content": tokens} if tokens else None}
+    for index, own_steps in sorted(steps_by_choice.items()):
+        text = "".join(step.text for step in own_steps)
+        tokens = [token for step in own_steps for token in step.tokens]
+        logprobs = {"content": tokens} if tokens else None
+        choice = {"index": index, "finish_reason": own_steps[-1].end, "logprobs": logprobs}
         if isinstance(request, ChatRequest):
-            role = {"role": "assistant"} if own[0].begins else {}  # clients join those of chunks
+            role = {"role": "assistant"} if own_steps[0].begins else {}  # clients join those of chunks
             choice["delta" if request.stream else "message"] = role | {"content": text}
         else:
             choice["text"] = text
@@ -123,9 +125,10 @@ def by_text(tokens: list[dict]) -> dict[str, float]:
 
 def model_card(name: str, directory: Path, config: ModelConfig, tokenizer: Tokenizer, sampling: Sampling) -> dict:
     """What /v1/models says of a model: OpenAI's fields, and what the page shows."""
-    examples, run = [], directory.parent / "settings.toml"
-    with contextlib.suppress(UserError), reading(run):  # it is missing, or another program's
-        examples = [*filter(None, msgspec.convert(read_toml(run)["run"]["sample_prompts"], list[str]))]
+    examples = []
+    settings = directory.parent / "settings.toml"  # it may be missing, or another program's
+    with contextlib.suppress(UserError), reading(settings):
+        examples = [*filter(None, msgspec.convert(read_toml(settings)["run"]["sample_prompts"], list[str]))]
     return {
         "id": name, "object": "model", "owned_by": "prenorm", "sampling": vars(sampling), "created": 0,
         "chat": bool(tokenizer.chat_template), "tokenizer": tokenizer.hash, "norm": config.norm,
@@ -141,7 +144,8 @@ class ServedModel:
 
     def __init__(self, name: str, directory: Path, dtype: str = "auto", device: str = "auto"):
         checkpoint, self.tokenizer, self.eos_ids = open_model(directory)
-        self.decoder, self.prefix = load_decoder(checkpoint, device, dtype), PrefixCache()
+        self.decoder = load_decoder(checkpoint, device, dtype)
+        self.prefix = PrefixCache()
         self.sampling = recommended_sampling(directory) or Sampling()  # default of chats
         self.vocab_size = min(self.tokenizer.vocab_size, checkpoint.config.vocab_size)
         self.card = model_card(name, directory, checkpoint.config, self.tokenizer, self.sampling)
@@ -180,7 +184,8 @@ class ServedModel:
 
     def complete(self, request: CompletionRequest, emit: Callable[[Step], object]) -> tuple[int, int]:
         """Continue each prompt, or only score it; returns the numbers of tokens of the prompts and of the texts."""
-        encoded, written = [self.encode(prompt, request) for prompt in request.prompt], 0
+        encoded = [self.encode(prompt, request) for prompt in request.prompt]
+        written = 0
         self.check(encoded, new_tokens=request.max_tokens)
         for index, (prompt, ids) in enumerate(zip(request.prompt, encoded, strict=True)):
             # Without the last cache, one pass over the prompt gives generate.py's text; after `score`, its cache does.
@@ -231,7 +236,8 @@ class ServedModel:
 
     def predict(self, ids: list[int]) -> Iterator[tuple[int, torch.Tensor | None]]:
         """Each token with the logprobs of all that may stand in its place, None for the first one."""
-        logprobs, device = None, self.decoder.embed_tokens.weight.device
+        logprobs = None
+        device = self.decoder.embed_tokens.weight.device
         cache = KeyValueCache(self.decoder.config, 1, len(ids), device=device, dtype=self.decoder.compute_dtype)
         self.prefix = PrefixCache(ids, cache)
         for start in range(0, len(ids), SCORED_AT_ONCE):
@@ -246,7 +252,8 @@ class ServedModel:
         first_tokens: Sequence[int] | None = None,
     ) -> int:  # fmt: skip
         """Emit a sample for each choice of `streams`; returns the number of new tokens."""
-        choices, logprobs = list(streams), None
+        choices = list(streams)
+        logprobs = None
 
         def on_logits(logits: torch.Tensor) -> None:
             nonlocal logprobs

@@ -35,10 +35,11 @@ class Server(uvicorn.Server):
             routing.Route("/inspect", self.inspect, methods=["POST"]),
         ]
         # Against DNS rebinding: a page of another site can send requests here, but with that site's name as Host.
-        names, handlers = ("localhost", "{a:int}.{b:int}.{c:int}.{d:int}", host), (exceptions.HTTPException, Exception)
+        names = "localhost", "{a:int}.{b:int}.{c:int}.{d:int}", host
         self.paths = ", ".join(route.path.replace("{id:path}", "MODEL") for route in routes)
         hosts = [routing.Host(name, routing.Router(routes, default=self.refuse_path)) for name in names]
-        app = applications.Starlette(routes=hosts, exception_handlers=dict.fromkeys(handlers, refuse))
+        handlers = {exceptions.HTTPException: refuse, Exception: refuse}
+        app = applications.Starlette(routes=hosts, exception_handlers=handlers)
         app.router.default = refuse_host
         super().__init__(uvicorn.Config(app, lifespan="off", log_level="critical", timeout_graceful_shutdown=0.5))
 
@@ -68,7 +69,8 @@ class Server(uvicorn.Server):
             return msgspec.convert(fields | {"sampling": msgspec.convert(vars(default) | fields, Sampling)}, kind)
 
     async def answer(self, http: requests.Request) -> responses.Response:
-        is_chat, id = http.url.path == "/v1/chat/completions", f"cmpl-{secrets.token_hex(12)}"
+        is_chat = http.url.path == "/v1/chat/completions"
+        id = f"cmpl-{secrets.token_hex(12)}"
         request = self.read(await read_body(http), ChatRequest if is_chat else CompletionRequest)
         answer, steps = self.submit(http, request)
         about = {"id": id, "object": "text_completion"}
@@ -106,7 +108,8 @@ class Server(uvicorn.Server):
         model = self.find(request.model)
         if len(self.answers) > MAX_WAITING:
             raise exceptions.HTTPException(429, f"{MAX_WAITING} requests are waiting; try again later")
-        loop, steps = asyncio.get_running_loop(), asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        steps = asyncio.Queue()
         left = asyncio.ensure_future(http.receive())  # the only message after the body: the client has left
 
         def emit(step: Step) -> None:  # in the worker's thread
@@ -126,8 +129,8 @@ class Server(uvicorn.Server):
 async def read_body(http: requests.Request) -> bytes:
     """A body. What arrives is counted, whatever the headers say, and read to its end, as clients listen only then."""
     content = b""
-    async for part in http.stream():
-        content += part if len(content) <= MAX_BODY else b""
+    async for chunk in http.stream():
+        content += chunk if len(content) <= MAX_BODY else b""
     if len(content) > MAX_BODY:
         raise exceptions.HTTPException(413, f"a body may have at most {MAX_BODY:,} bytes")
     return content
