@@ -57,7 +57,7 @@ def run(settings: Settings, directory: Path, prompts: Sequence[str]) -> None:
     if settings.chat and not prompts:
         Conversation(continue_prompts, chat, settings, context, write, log).run(read_line)
     else:
-        print_texts(continue_prompts, settings, tokenizer, list(zip(prompts, encoded, strict=True)))
+        print_texts(continue_prompts, settings, tokenizer, prompts, encoded)
 
 
 class Text(NamedTuple):
@@ -70,10 +70,16 @@ class Text(NamedTuple):
     stream: TextStream
 
 
-def print_texts(continue_prompts: Callable, settings: Settings, tokenizer: Tokenizer, prompts: list[tuple]) -> None:
-    """Generate all samples of the prompts (text, ids) in batches, and print them in order or as lines of JSON."""
+def print_texts(
+    continue_prompts: Callable,
+    settings: Settings,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    encoded: list[list[int]],
+) -> None:
+    """Generate all samples of the prompts in batches, and print them in order or as lines of JSON."""
     texts = []
-    for prompt, ids in prompts:
+    for prompt, ids in zip(prompts, encoded, strict=True):
         first_tokens = None if settings.chat else tokens_after(tokenizer, prompt)
         for number in range(settings.samples):
             stream = TextStream(tokenizer, settings.stop, () if settings.chat else ids)  # of a chat, the answer alone
