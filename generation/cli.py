@@ -71,12 +71,9 @@ class Text(NamedTuple):
 
 
 def print_texts(
-    continue_prompts: Callable,
-    settings: Settings,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str],
-    encoded: list[list[int]],
-) -> None:
+    continue_prompts: Callable, settings: Settings, tokenizer: Tokenizer,
+    prompts: Sequence[str], encoded: list[list[int]],
+) -> None:  # fmt: skip
     """Generate all samples of the prompts in batches, and print them in order or as lines of JSON."""
     texts = []
     for prompt, ids in zip(prompts, encoded, strict=True):
