@@ -64,6 +64,11 @@ def describe(directory: Path, adapter: str | None = None) -> str:
     return str(model) if adapter_directory is None else f"{model} with the adapter {adapter_directory}"
 
 
+def tokenizer_directory(model: Path, adapter: Path | None) -> Path:
+    """The directory with the tokenizer: that of the adapter, if it has one, or else its model's."""
+    return adapter if adapter is not None and any(adapter.glob("tokenizer.*")) else model
+
+
 def generation_config(model: Path, adapter: Path | None) -> Path:
     """The generation_config.json of an adapter, if it has one, or else of its model."""
     path = (adapter or model) / "generation_config.json"

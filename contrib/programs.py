@@ -23,9 +23,8 @@ REFUSALS = (ImportError, OSError, ValueError)  # another exception of a program 
 
 def open_programs(place: str, questions: dict, pythons: tuple[str, ...]) -> Iterator[Answers]:
     """The programs that open a directory, this one first, or a GGUF file; `pythons` have another transformers."""
-    from checkpoints.find import find_adapter, find_checkpoint
+    from checkpoints.find import find_adapter, find_checkpoint, tokenizer_directory
     from errors import UserError
-    from generation.load import tokenizer_directory
 
     if place.endswith(".gguf"):
         if not Path(place).is_file():

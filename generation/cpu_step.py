@@ -209,16 +209,15 @@ class CpuDecodeStep:
             return Matrix(values.numpy(), scales.numpy(), bias.numpy())
 
         self.layers = []
-        for layer, keys, values in zip(decoder.layers, cache.keys, cache.values, strict=True):
+        for layer, keys, values in zip(decoder.layers, cache.keys.numpy(), cache.values.numpy(), strict=True):
             attention, mlp = layer.self_attn, layer.mlp
             before, after = (norm(n.weight, n.bias) for n in (layer.input_layernorm, layer.post_attention_layernorm))
             head_norms = [norm(n.weight) for n in (attention.q_norm, attention.k_norm) if n is not None]
             head_norms = np.array(head_norms, np.float32).reshape(-1, 2, config.resolved_head_dim)
             qkv, o, gate_up, down = map(matrix, (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj))
-            cached = keys.numpy(), values.numpy()
-            self.layers.append(LayerWeights(before, qkv, head_norms, o, after, gate_up, down, *cached))
+            self.layers.append(LayerWeights(before, qkv, head_norms, o, after, gate_up, down, keys, values))
         self.norm = norm(decoder.norm.weight, decoder.norm.bias)
-        self.head = matrix(decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head)
+        self.head = matrix(decoder.lm_head or decoder.embed_tokens)
         decoder.rope.grow(cache.max_length)
         self.cos, self.sin = decoder.rope.cos.numpy(), decoder.rope.sin.numpy()
 

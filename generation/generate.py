@@ -108,7 +108,14 @@ def generate(
             prefix.cache, prefix.tokens = cache, list(prompts[0])
             tokens = tokens[:, cached:]
         while None in result.finish_reasons:
-            logits = next_logits(decoder, step, cache, tokens, padding)[:, :vocab_size]
+            if cache.length >= context:
+                # Only shorter, padded prompts still have room in the context. The sequences that have filled it are
+                # finished but still computed: more padding keeps their rotary positions below the context.
+                padding = padding.clamp(min=cache.length + 1 - context)
+            if step is None or tokens.shape[1] > 1:
+                logits = decoder(tokens, cache=cache, padding=padding, last_only=True)[:, -1, :vocab_size]
+            else:
+                logits = step(tokens, padding)[:, -1, :vocab_size]
             on_logits(logits)
             if allowed is not None:
                 logits, allowed = logits.masked_fill(~allowed, -math.inf), None
@@ -127,20 +134,6 @@ def generate(
                     if result.finish_reasons[i] is not None:
                         on_finish(i, result.finish_reasons[i])
     return result
-
-
-def next_logits(
-    decoder: Decoder, step: Callable | None, cache: KeyValueCache, tokens: torch.Tensor, padding: torch.Tensor | None
-) -> torch.Tensor:
-    """Append tokens (B, T) to the cache; the logits (B, V) that follow them."""
-    context = decoder.config.max_position_embeddings
-    if cache.length >= context:
-        # Only shorter, padded prompts still have room in the context. The sequences that have filled it are finished
-        # but still computed: more padding keeps their rotary positions below max_position_embeddings.
-        padding = padding.clamp(min=cache.length + 1 - context)
-    if step is None or tokens.shape[1] > 1:
-        return decoder(tokens, cache=cache, padding=padding, last_only=True)[:, -1]
-    return step(tokens, padding)[:, -1]
 
 
 class PromptTooLong(UserError):

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 import kernels
-from checkpoints.find import eos_ids, find_adapter, generation_config
+from checkpoints.find import eos_ids, find_adapter, generation_config, tokenizer_directory
 from checkpoints.pretrained import Checkpoint, load_pretrained, open_checkpoint, save_pretrained, write_json
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError
@@ -16,18 +16,15 @@ from model.decoder import Decoder
 from model.device import choose_device, choose_dtype
 
 
-def open_model(directory: Path, adapter: str | None = None) -> tuple[Checkpoint, Tokenizer, frozenset[int]]:
-    """A checkpoint whose weights are not read yet, its tokenizer, and the ids that end a text."""
+def open_model(
+    directory: Path, adapter: str | None = None, tokenizer: Tokenizer | None = None
+) -> tuple[Checkpoint, Tokenizer, frozenset[int]]:
+    """A checkpoint whose weights are not read yet, its tokenizer (as given, if it is), and the ids that end a text."""
     model, adapter_directory = find_adapter(directory, adapter)
     checkpoint = open_checkpoint(model, adapter_directory)
-    tokenizer = load_tokenizer(tokenizer_directory(model, adapter_directory))
+    tokenizer = tokenizer or load_tokenizer(tokenizer_directory(model, adapter_directory))
     check_vocabulary(tokenizer, checkpoint.config.vocab_size)
     return checkpoint, tokenizer, eos_ids(model, tokenizer.eos_id, adapter_directory)
-
-
-def tokenizer_directory(model: Path, adapter: Path | None) -> Path:
-    """The directory with the tokenizer: that of the adapter, if it has one, or else its model's."""
-    return adapter if adapter is not None and any(adapter.glob("tokenizer.*")) else model
 
 
 def load_decoder(

@@ -1,21 +1,25 @@
-"""The command line of generate.py: each field is a flag, its docstring the flag's help. Imports no torch."""
+"""What generate.py is asked: its flags (fields, whose docstrings are the help) and prompts. Imports no torch."""
 
+import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
 import tyro
 from msgspec import Meta
 
 from checkpoints.find import find_adapter, generation_config
-from errors import UserError, note
+from errors import UserError, log, note, reading
 from files import read_json
 from flags import Fraction, NonNegativeFloat, NonNegativeInt, check_fields, optional
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is sampled from the model's logits. The steps apply in the order of these fields."""
+    """How the next token is sampled, in steps in this order. What the model's generation_config.json says of it comes
+    before these defaults."""
 
     repetition_penalty: Annotated[float, Meta(ge=0.01, lt=1e9)] = 1.0
     """Above 1, tokens of the prompt and of the text so far become less likely (1: off)."""
@@ -76,7 +80,7 @@ class Settings:
     """System prompt of a chat: who the model is and how it answers. Default: what the chat template says."""
     max_new_tokens: Annotated[int | None, optional("INT")] = None
     """Maximum number of tokens to generate per text. Default: 200, in a chat 2048."""
-    sampling: Annotated[Sampling, tyro.conf.arg(name="")] = field(default_factory=Sampling)
+    sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
     jsonl: bool = False
     """Read prompts from standard input, one JSON text or object with "prompt" a line, and write an object a line."""
     seed: int = 1
@@ -128,3 +132,33 @@ def recommended_sampling(directory: Path, adapter: str | None = None) -> Samplin
         return Sampling(**values)
     except UserError as error:
         raise UserError(f"{path} cannot be read ({str(error).rstrip('.')}); correct or delete it.") from None
+
+
+def read_prompts(settings: Settings) -> list[str]:
+    """The prompts of the command line, else those on standard input; none for a conversation in a terminal."""
+    prompts = [*settings.prompt] if settings.text is None else [settings.text, *settings.prompt]
+    if prompts and settings.jsonl and os.path.isfile(prompts[0]):  # a path of any length
+        raise UserError(f"--jsonl reads standard input: python generate.py RUN --jsonl < {prompts[0]}")
+    if prompts:
+        return prompts
+    if settings.jsonl:
+        return [read_json_prompt(line, number) for number, line in enumerate(sys.stdin.buffer, 1) if line.strip()]
+    if not sys.stdin.isatty():
+        log("reading the prompt from standard input")  # if nobody writes to that pipe, the program seems to hang
+        with reading("standard input", "convert it to UTF-8"):
+            text = sys.stdin.buffer.read().decode("utf-8")
+        return [text.removesuffix("\n").removesuffix("\r")]  # the one line break that `echo` and editors append
+    if settings.chat:
+        return []
+    log("no prompt: the model starts a text of its own; give one after the run, or talk with a chat model with --chat")
+    return [""]
+
+
+def read_json_prompt(line: bytes, number: int) -> str:
+    """The prompt of a line of JSON."""
+    with reading(f"line {number} of standard input", 'give a JSON text, or an object with "prompt", in each line'):
+        row = msgspec.json.decode(line, type=str | dict)
+        fields = {"prompt": row} if isinstance(row, str) else row
+        if len(fields) > 1:
+            note(f'standard input: only "prompt" is read of {", ".join(fields)}; sampling is set by flags')
+        return msgspec.convert(fields["prompt"], str)

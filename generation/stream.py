@@ -63,11 +63,7 @@ class TextStream:
         if matches:
             self.stopped, self._held = True, ""
             return text[: min(matches)[1]]
-        end = len(text) - max((overlap(text, stop) for stop in self._stop), default=0)
+        begins = (start for start in range(len(text)) if any(stop.startswith(text[start:]) for stop in self._stop))
+        end = next(begins, len(text))
         self._held = text[end:]
         return text[:end]
-
-
-def overlap(text: str, stop: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

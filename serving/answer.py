@@ -43,8 +43,11 @@ class Request(msgspec.Struct, kw_only=True):
     top_logprobs: Likeliest = 0
     stream: bool = False
     stream_options: dict = {}
+    response_format: dict = {}
 
     def __post_init__(self) -> None:
+        if self.response_format.get("type", "text") != "text":
+            raise ValueError("`response_format` other than text is not supported")
         self.stop = [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text]
         self.logprobs = self.logprobs is not False  # from here on whether they are wanted, and top_logprobs how many
 
@@ -281,10 +284,10 @@ class ServedModel:
 
     def describe(self, token: int, logprobs: torch.Tensor | None, top: int) -> dict:
         """A token in OpenAI's format, and its id; `top_logprobs` has the most likely ones in its place."""
-
-        def entry(i: int) -> dict:
-            text, logprob = self.tokenizer.token_bytes(i), None if logprobs is None else float(logprobs[i])
-            return {"token": text.decode("utf-8", "backslashreplace"), "id": i, "bytes": [*text], "logprob": logprob}
-
         likely = [] if logprobs is None else logprobs.topk(min(top, len(logprobs))).indices.tolist()
-        return entry(token) | {"top_logprobs": [entry(i) for i in likely]}
+        entries = []
+        for i in (token, *likely):
+            text, logprob = self.tokenizer.token_bytes(i), None if logprobs is None else float(logprobs[i])
+            text_fields = {"token": text.decode("utf-8", "backslashreplace"), "id": i, "bytes": [*text]}
+            entries.append(text_fields | {"logprob": logprob})
+        return entries[0] | {"top_logprobs": entries[1:]}

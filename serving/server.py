@@ -56,8 +56,7 @@ class Server(uvicorn.Server):
 
     def read(self, content: bytes, kind: type[Request | InspectRequest]) -> Request | InspectRequest:
         """The request of a body, in which null means nothing. The model of a chat has defaults for its sampling."""
-        reference = "docs/serve.md" if kind is InspectRequest else "OpenAI's reference of the API"
-        with reading("the request", f"see {reference}"):
+        with reading("the request", "see docs/serve.md"):
             values = msgspec.json.decode(content, type=dict).items()
             fields = {"model": next(iter(self.models))} | {name: value for name, value in values if value is not None}
             if "max_completion_tokens" in fields:

@@ -147,8 +147,8 @@ TABLE = r"""
 + pass
 ! serving/test_server.py::test_logprobs_of_an_answer_are_those_of_its_text_and_its_ids_continue_it
 @ generation/stream.py
-- for n in range(min(len(stop) - 1, len(text)), 0, -1)
-+ for n in range(1, min(len(stop), len(text) + 1))
+- for start in range(len(text)) if
++ for start in reversed(range(len(text))) if
 ! generation/test_stream.py::test_only_a_possible_beginning_of_a_stop_string_is_held_back
 @ generation/sampling.py
 - (1 - torch.stack(uniform)) * sums[:, -1:]

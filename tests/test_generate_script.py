@@ -46,8 +46,9 @@ def test_standard_input_and_the_newest_run_are_the_default(folder):
     result = script(folder, "--max-new-tokens", "12", "--seed", "7", prompt="def é☺\n")
     assert result.returncode == 0 and len(result.stdout) > 15 and b"\r" not in result.stdout
     assert result.stdout.startswith("def é☺".encode()) and result.stdout.endswith(b"\n")
-    note, last = result.stderr.decode().splitlines()
+    note, sampling, last = result.stderr.decode().splitlines()
     assert note == "reading the prompt from standard input"
+    assert sampling.startswith("sampling (the flags, else the defaults): repetition_penalty 1, temperature 0.8, top_k")
     assert last.startswith(f"{Path('runs', 'newest', 'best')} on ")
 
 
@@ -66,7 +67,7 @@ def test_given_flags_win_over_the_recommended_sampling_even_with_a_default_value
     def main(*flags: str) -> tuple:
         monkeypatch.setattr(sys, "argv", ["generate.py", str(folder / "runs" / "newest"), *flags])
         generate.main()
-        settings, _, prompts = run.call_args.args
+        settings, *_, prompts = run.call_args.args
         return settings, prompts
 
     config = folder / "runs" / "newest" / "best" / "generation_config.json"
@@ -79,6 +80,21 @@ def test_given_flags_win_over_the_recommended_sampling_even_with_a_default_value
     assert said in capsys.readouterr().err
     with pytest.raises(UserError, match=r"put a text of several words in quotes: 'The old sailor'$"):
         main("The", "old", "sailor")
+    with pytest.raises(UserError, match=r"^for several texts repeat --prompt TEXT"):
+        main("The old", "sailor")
     config.write_text('{"do_sample": false}')  # greedy is for conversations: a text would repeat itself
     assert main("x")[0].sampling.temperature == 0.8 and main("--chat", "--prompt=x")[0].sampling.temperature == 0
     config.write_text("{}")
+
+
+def test_errors_are_found_before_torch_is_imported(folder, tmp_path):
+    text = shutil.copytree(folder / "runs" / "newest" / "best", tmp_path / "text")
+    (text / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    code = "import atexit, sys, generate; atexit.register(lambda: print('torch' in sys.modules)); generate.main()"
+    for flags, content, words in (
+        ([text, "--chat"], "", "has no chat template, so it only continues text; teach it to talk: python"),
+        ([text, "--jsonl"], "5", "line 1 of standard input cannot be read"),
+    ):
+        command = [sys.executable, "-c", code, *flags]
+        result = subprocess.run(command, cwd=SCRIPT.parent, input=content.encode(), capture_output=True)
+        assert words in result.stderr.decode() and result.stdout == b"False\n"

@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+from checkpoints.find import find_adapter, tokenizer_directory
 from checkpoints.pretrained import save_pretrained
 from data.chat import ChatFormat
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -42,7 +43,8 @@ def output(capsys) -> Callable[..., tuple[str, list[str]]]:
     """What generate.py prints: all text, and the lines of its log."""
 
     def run(directory: Path, prompts: Sequence[str] = ("x",), **settings) -> tuple[str, list[str]]:
-        cli.run(Settings(device="cpu", **settings), directory, prompts)
+        tokenizer = load_tokenizer(tokenizer_directory(*find_adapter(directory, settings.get("adapter"))))
+        cli.run(Settings(device="cpu", **settings), directory, tokenizer, prompts)
         text, log = capsys.readouterr()
         return text, log.splitlines()
 

@@ -18,7 +18,7 @@ from data.chat import add_chat_template
 from data.tokenizer import encode_prompt, tokens_after
 from errors import UserError
 from generation import cli, generate, load
-from generation.settings import Sampling, Settings, recommended_sampling
+from generation.settings import Sampling, Settings, read_prompts, recommended_sampling
 from model.lora import add_lora
 
 GREEDY = Sampling(temperature=0)
@@ -47,14 +47,14 @@ def set_stdin(monkeypatch):
 def test_standard_input_is_one_prompt_without_its_last_line_break(set_stdin):
     for content, prompt in {"a\nb\n": "a\nb", "a\r\n": "a", "a\n\n": "a\n", " a ": " a ", "": "", "é☺": "é☺"}.items():
         set_stdin(content.encode())
-        assert cli.read_prompts(Settings()) == [prompt]
+        assert read_prompts(Settings()) == [prompt]
     set_stdin(b"hello\n")
-    assert cli.read_prompts(Settings(chat=True)) == ["hello"]
+    assert read_prompts(Settings(chat=True)) == ["hello"]
 
 
 def test_a_terminal_is_not_read_and_gives_an_empty_prompt_with_a_hint_or_a_conversation(set_stdin, capsys):
     set_stdin(b"typed", terminal=True)
-    assert cli.read_prompts(Settings(chat=True)) == [] and cli.read_prompts(Settings()) == [""]
+    assert read_prompts(Settings(chat=True)) == [] and read_prompts(Settings()) == [""]
     hint = capsys.readouterr().err
     assert hint.startswith("no prompt: the model starts a text of its own;") and "--chat" in hint
 
@@ -66,21 +66,21 @@ def test_a_terminal_is_not_read_and_gives_an_empty_prompt_with_a_hint_or_a_conve
         (
             b'"a"\n5\n',
             {"jsonl": True},
-            r"standard input cannot be read \(line 2: 5 is no text, and has no prompt\); give a JSON text, or an obj",
+            r"line 2 of standard input cannot be read \(Expected `str \| object`, got `int`\); give a JSON text, or an",
         ),
-        (b'{"text": "x"}', {"jsonl": True}, r"\(line 1: {\"text\": \"x\"} is no text, and has no prompt\)"),
-        (b'"\\ud800"', {"jsonl": True}, "surrogates"),
+        (b'{"text": "x"}', {"jsonl": True}, r"line 1 of standard input cannot be read \(no 'prompt'\)"),
+        (b'"\\ud800"', {"jsonl": True}, "line 1 of standard input cannot be read"),
     ],
 )
 def test_input_that_is_no_prompt_is_a_user_error(set_stdin, content, settings, words):
     set_stdin(content)
     with pytest.raises(UserError, match=words):
-        cli.read_prompts(Settings(**settings))
+        read_prompts(Settings(**settings))
 
 
 def test_keys_beside_a_prompt_are_said_to_do_nothing(set_stdin, capsys):
     set_stdin(b'{"prompt": "a", "temperature": 0}')
-    assert cli.read_prompts(Settings(jsonl=True)) == ["a"]
+    assert read_prompts(Settings(jsonl=True)) == ["a"]
     assert 'only "prompt" is read of prompt, temperature; sampling is set by flags' in capsys.readouterr().err
 
 
@@ -173,8 +173,6 @@ def test_errors_are_found_before_the_weights_are_read(checkpoint, monkeypatch, o
     monkeypatch.setattr(load, "load_pretrained", lambda *_, **__: pytest.fail("the weights were read"))
     with pytest.raises(UserError, match="context is 48 tokens"):
         output(checkpoint, ["☺" * 60])
-    with pytest.raises(UserError, match="has no chat template, so it only continues text; teach it to talk: python"):
-        output(checkpoint, chat=True)
     with pytest.raises(UserError, match="--dtype int8 needs a CPU, Numba, a --batch-size"):
         output(checkpoint, dtype="int8", batch_size=17)
     with pytest.raises(UserError, match="--system is for conversations"):

@@ -193,11 +193,13 @@ def test_malformed_bodies_get_an_error_in_openais_format(server, capfd):
     assert "there is no path /v1/embeddings, only /, /health, /v1/models, /v1/models/MODEL, " in no_path
     refused += [post(server, {"model": "text", "messages": HELLO}, "chat/completions")]
     refused += [post(server, {"messages": [{"role": "user", "content": ["a", "b"]}]}, "chat/completions")]
+    refused += [post(server, {"prompt": "a", "response_format": {"type": "json_object"}})]
     refused += [post(server, {"prompt": "a " * 5000}), post(server, {"prompt": "a"}, Host="evil.com")]
     assert len(refused) >= 130 and {status for status, _ in refused} == {400, 403, 404, 405}
     assert {answer["error"]["type"] for _, answer in refused} == {"invalid_request_error"}
-    said = ("no chat template", "(a part of its content is no object", "context is 4096", "'evil.com'")
-    assert all(words in answer["error"]["message"] for (_, answer), words in zip(refused[-4:], said, strict=True))
+    said = ("no chat template", "(a part of its content is no object", "`response_format` other than text is not")
+    said += ("context is 4096", "'evil.com'")
+    assert all(words in answer["error"]["message"] for (_, answer), words in zip(refused[-5:], said, strict=True))
     assert not any("--" in answer["error"]["message"] for _, answer in refused)  # flags are of the command line
     assert capfd.readouterr().err == ""
 

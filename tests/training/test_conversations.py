@@ -96,7 +96,7 @@ def test_a_run_learns_to_answer_and_its_answers_end(chat_flags, chat_file, tmp_p
     # Without an end of the turn, answers would have sixteen tokens.
     settings = GenerationSettings(chat=True, sampling=Sampling(temperature=0), max_new_tokens=16)
     questions = [f"Say {word}, 31" for word in WORDS]
-    cli.run(settings, tmp_path / "talk" / "best", questions)
+    cli.run(settings, tmp_path / "talk" / "best", load_tokenizer(tmp_path / "talk" / "best"), questions)
     answers = capsys.readouterr().out.split("\n\n")
     assert len(answers) == 6 and all(0 < len(answer) < 12 for answer in answers), answers
 
