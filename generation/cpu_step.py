@@ -218,7 +218,7 @@ class CpuDecodeStep:
             cached = keys.numpy(), values.numpy()
             self.layers.append(LayerWeights(before, qkv, head_norms, o, after, gate_up, down, *cached))
         self.norm = norm(decoder.norm.weight, decoder.norm.bias)
-        self.head = matrix(decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head)
+        self.head = matrix(decoder.head)
         decoder.rope.grow(cache.max_length)
         self.cos, self.sin = decoder.rope.cos.numpy(), decoder.rope.sin.numpy()
 

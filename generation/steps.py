@@ -152,8 +152,7 @@ class GpuDecodeStep:
             decode.project(self.hidden, mlp.down_proj.weight, s)
         # The head is an ordinary matrix product: it has so many rows that cuBLAS reads them near the memory's rate.
         x, _ = decoder.norm(s)
-        head = decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head
-        return head(x).float()
+        return decoder.head(x).float()
 
 
 # The last GPU step, kept because capturing a graph takes as long as many decoding steps: at most one entry, none while

@@ -48,7 +48,8 @@ class Inspection:
 def inspect(decoder: Decoder, ids: Sequence[int]) -> Inspection:
     """Measure one forward pass over 1 to `MAX_TOKENS` ids; `UserError` for any other number of them."""
     names = {module: name for name, module in decoder.named_modules() if isinstance(module, Norm | Attention | Layer)}
-    norms, measured = [], {}
+    norms = []
+    measured = {}
 
     def record(module: nn.Module, inputs: tuple, outputs: Tensor | tuple) -> None:
         if isinstance(module, Norm):
@@ -125,8 +126,7 @@ def predict(decoder: Decoder, x: Tensor, residual: Tensor | None) -> dict[str, T
     """The logit lens (nostalgebraist 2020): final norm and head read what a layer returns."""
     if decoder.norm is not None:
         x, _ = decoder.norm.forward(x, residual)  # without its hook
-    head = decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head
-    probabilities, ids = head(x)[0].softmax(-1).topk(min(5, decoder.config.vocab_size))
+    probabilities, ids = decoder.head(x)[0].softmax(-1).topk(min(5, decoder.config.vocab_size))
     return {"top_ids": ids, "top_probabilities": probabilities}
 
 
