@@ -46,14 +46,13 @@ def attention_mask(
 
     A query sees every position up to its own that is neither padding nor of another document. A padding position sees
     itself alone, so that its softmax is not 0/0. Rows are queries, columns keys, # is True:
-
     padding 0      padding 2      documents 1 1 2 2
     # . . .        # . . .        # . . .
     # # . .        . # . .        # # . .
     # # # .        . . # .        . . # .
     # # # #        . . # #        . . # #
     """
-    if padding is None and documents is None and (start == 0 or length == 1):  # causal, or one query that sees all keys
+    if padding is None and documents is None and (start == 0 or length == 1):  # causal, or one query, which sees all
         return None
     keys = torch.arange(start + length, device=device)
     queries = keys[start:, None]

@@ -29,6 +29,6 @@ class KeyValueCache:
     def keep_prefix(self, source: "KeyValueCache", length: int) -> None:
         """Hold exactly the first `length` positions of `source`. It may be this cache, which then forgets the rest."""
         if source is not self:
-            self.keys[:, :, :, :length] = source.keys[:, :, :, :length]
-            self.values[:, :, :, :length] = source.values[:, :, :, :length]
+            self.keys[..., :length, :] = source.keys[..., :length, :]
+            self.values[..., :length, :] = source.values[..., :length, :]
         self.length = length

@@ -26,7 +26,6 @@ WEIGHT = NormParameter("weight", initial=1.0)
 BIAS = NormParameter("bias", initial=0.0)
 ALPHA = NormParameter("alpha", initial=0.5, per_channel=False)
 SHIFT = NormParameter("shift", initial=0.0, per_channel=False)
-OFFSET = NormParameter("offset", initial=0.0, decays=True)
 # To add a norm: a row here with its learned parameters, and a branch in `Norm.normalize` (model/norm.py). All else
 # follows from the row, from initialization to files. For the bias it is only the default: `norm_bias` adds or drops it.
 NORMS: dict[str, tuple[NormParameter, ...]] = {
@@ -35,7 +34,7 @@ NORMS: dict[str, tuple[NormParameter, ...]] = {
     "center": (WEIGHT, BIAS),
     "prms": (WEIGHT,),
     "srms": (),
-    "offset": (OFFSET,),
+    "offset": (NormParameter("offset", initial=0.0, decays=True),),
     "l2": (WEIGHT,),
     "group": (WEIGHT, BIAS),
     "batch": (WEIGHT, BIAS),
@@ -143,11 +142,6 @@ class ModelConfig:
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_attention_heads
 
     @property
-    def mlp_width(self) -> int:
-        """Width inside the MLP: without a gate 3/2 of `intermediate_size`, for as many parameters as with one."""
-        return self.intermediate_size * 3 // 2 if self.mlp in PLAIN else self.intermediate_size
-
-    @property
     def packed_matrices(self) -> dict[str, dict[str, int]]:
         """Matrices that the decoder holds as one, from top to bottom: their names in files, and their rows."""
         q = self.num_attention_heads * self.resolved_head_dim
@@ -160,10 +154,9 @@ class ModelConfig:
     @property
     def norm_parameters(self) -> tuple[NormParameter, ...]:
         """The learned parameters of each norm: its row in `NORMS`, with the bias that `norm_bias` asks for."""
-        defaults = NORMS[self.norm]
         if self.norm_bias is None:
-            return defaults
-        without_bias = tuple(parameter for parameter in defaults if parameter != BIAS)
+            return NORMS[self.norm]
+        without_bias = tuple(parameter for parameter in NORMS[self.norm] if parameter != BIAS)
         return (*without_bias, BIAS) if self.norm_bias else without_bias
 
     @property

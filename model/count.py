@@ -3,23 +3,7 @@
 from model.config import PLACEMENTS, PLAIN, ModelConfig
 
 
-def matrix_shapes(config: ModelConfig) -> list[tuple[int, int]]:
-    """(out, in) of each matrix of a layer: q, k, v, o, then gate (unless the MLP is plain), up, down."""
-    width = config.hidden_size
-    q = config.num_attention_heads * config.resolved_head_dim
-    kv = config.num_key_value_heads * config.resolved_head_dim
-    attention = [(q, width), (kv, width), (kv, width), (width, q)]
-    inputs = 1 if config.mlp in PLAIN else 2
-    return [*attention, *inputs * [(config.mlp_width, width)], (width, config.mlp_width)]
-
-
-def layer_matrices(config: ModelConfig) -> int:
-    """Number of parameters in the matrices of a layer."""
-    return sum(rows * columns for rows, columns in matrix_shapes(config))
-
-
 def num_parameters(config: ModelConfig) -> int:
-    """Number of all parameters; a tied embedding counts once."""
     layer = layer_matrices(config)
     if config.qk_norm:
         layer += 2 * config.resolved_head_dim
@@ -33,14 +17,24 @@ def num_parameters(config: ModelConfig) -> int:
 
 def num_norm_parameters(config: ModelConfig) -> int:
     """Number of learned parameters in all norms that `norm` chooses: without the norms of q and k."""
-    final_norm = 0 if config.norm_placement == "post" else 1
-    norms = config.num_hidden_layers * PLACEMENTS[config.norm_placement] + final_norm
+    norms = config.num_hidden_layers * PLACEMENTS[config.norm_placement]
+    norms += 0 if config.norm_placement == "post" else 1  # the final norm
     return norms * sum(config.hidden_size if p.per_channel else 1 for p in config.norm_parameters)
 
 
 def adapter_parameters(config: ModelConfig, rank: int) -> int:
-    """Number of parameters of a LoRA adapter: A (rank, in) and B (out, rank) for each matrix of the layers."""
-    return config.num_hidden_layers * rank * sum(rows + columns for rows, columns in matrix_shapes(config))
+    """Number of parameters of a LoRA adapter: rank * (in + out) for each matrix of the layers."""
+    heads = config.num_attention_heads + config.num_key_value_heads  # q and o; k and v
+    attention = 4 * config.hidden_size + 2 * heads * config.resolved_head_dim
+    # A plain MLP has two matrices instead of three, 3/2 as wide: the sum of its widths is 3 F too.
+    mlp = (2 if config.mlp in PLAIN else 3) * config.hidden_size + 3 * config.intermediate_size
+    return config.num_hidden_layers * rank * (attention + mlp)
+
+
+def layer_matrices(config: ModelConfig) -> int:
+    """Number of parameters in the matrices of a layer; a plain MLP has as many as one with a gate."""
+    heads = config.num_attention_heads + config.num_key_value_heads  # q and o; k and v
+    return config.hidden_size * (2 * heads * config.resolved_head_dim + 3 * config.intermediate_size)
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:

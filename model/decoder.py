@@ -120,7 +120,7 @@ class Decoder(nn.Module):
         """
         length = tokens.shape[1]
         start = 0 if cache is None else cache.length
-        # With padding, only the device knows the positions; there, indexing fails for those beyond the tables of `Rope`.
+        # With padding, only the device knows the positions; indexing fails there for those beyond the tables of `Rope`.
         if padding is None and start + length > self.config.max_position_embeddings:
             raise ValueError(f"{start + length} tokens exceed the context of {self.config.max_position_embeddings}")
         cos, sin = self.rope(start, length, padding)
@@ -179,10 +179,9 @@ def attend_to_previous_token(decoder: Decoder) -> None:
     """Set biases of q and k so that the first head of the first layer attends to the token before each token.
 
     Heads that copy what followed an earlier occurrence need such a head in a layer below them (Olsson et al. 2022,
-    arXiv 2209.11895). Only the six fastest pairs of elements are set: k's bias is (a, 0) in each, q's is that turned
-    back by one position. The score at distance n is then a^2 sum cos((n - 1) theta_i) / sqrt(d), and `a` makes it
-    larger by 4 at n = 1 than at 0 and 2. With `qk_norm`, which divides q and k by their lengths, it is larger by
-    sqrt(d) (1 - mean cos theta_i): 1.4 for heads of 64.
+    arXiv 2209.11895). k's bias is (a, 0) in each of the six fastest pairs, q's is that turned back by one position. The
+    score at distance n is then a^2 sum cos((n - 1) theta_i) / sqrt(d), at n = 1 by 4 larger than at 0 and 2. With
+    `qk_norm`, which divides q and k by their lengths, it is larger by sqrt(d) (1 - mean cos theta_i): 1.4 if d is 64.
     """
     attention = decoder.layers[0].self_attn
     half = decoder.rope.cos.shape[1]  # d / 2; a pair is the elements i and i + d / 2

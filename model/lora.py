@@ -18,8 +18,7 @@ class LoraLinear(nn.Module):
 
     def __init__(self, linear: Linear, rows: list[int], rank: int, scale: float):
         super().__init__()
-        self.weight = linear.weight
-        self.bias = linear.bias
+        self.weight, self.bias = linear.weight, linear.bias
         self.rows = rows
         self.scale = scale
         self.lora_A = Linear(self.weight.shape[1], rank * len(rows))
@@ -27,8 +26,7 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         reduced = (self.scale * self.lora_A(x)).chunk(len(self.rows), dim=-1)  # (..., r) each
-        b_matrices = self.lora_B.weight.split(self.rows)
-        updates = [kernels.linear(z, b) for z, b in zip(reduced, b_matrices, strict=True)]
+        updates = [kernels.linear(z, b) for z, b in zip(reduced, self.lora_B.weight.split(self.rows), strict=True)]
         return kernels.linear(x, self.weight, self.bias) + torch.cat(updates, dim=-1)
 
 
@@ -36,7 +34,7 @@ class LoraLinear(nn.Module):
 def add_lora(decoder: Decoder, fields: dict, seed: int) -> Decoder:
     """Freeze the decoder; give each matrix of its layers an A, uniform within 1/sqrt(in) of 0 as in PEFT, and a B of 0.
 
-    Returns the decoder. fields: `r`, `lora_alpha` and `base_model_name_or_path`, as in PEFT's adapter_config.json.
+    fields: `r`, `lora_alpha` and `base_model_name_or_path`, as in PEFT's adapter_config.json.
     """
     decoder.requires_grad_(False)
     decoder.lora = fields

@@ -17,11 +17,13 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.kind = config.mlp
+        width = config.intermediate_size
         if self.kind in PLAIN:
-            self.up_proj = Linear(config.hidden_size, config.mlp_width)
+            width = config.intermediate_size * 3 // 2  # as many parameters as with a gate
+            self.up_proj = Linear(config.hidden_size, width)
         else:
-            self.gate_up_proj = Linear(config.hidden_size, 2 * config.mlp_width)  # rows of gate, then rows of up
-        self.down_proj = Linear(config.mlp_width, config.hidden_size)
+            self.gate_up_proj = Linear(config.hidden_size, 2 * width)  # rows of gate, then rows of up
+        self.down_proj = Linear(width, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "swiglu":

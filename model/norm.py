@@ -14,8 +14,8 @@ import kernels
 from errors import UserError
 from model.config import NORM_GROUPS, ModelConfig
 
-# Norms that are kernels -> their kind in `kernels.normalize` (formulas: kernels/reference.py). `srms` is RMSNorm without
-# a weight (Qin et al. 2023, arXiv 2307.14995), `offset` RMSNorm with the weight 1 + offset (Gemma, arXiv 2403.08295).
+# Norms that are kernels, and their kind there (kernels/reference.py has formulas). `srms` is RMSNorm without a weight
+# (Qin et al. 2023, arXiv 2307.14995), `offset` RMSNorm with the weight 1 + offset (Gemma, arXiv 2403.08295).
 FUSED = {"rms": "rms", "layer": "layer", "srms": "rms", "offset": "rms"}
 
 
@@ -34,14 +34,14 @@ class Norm(nn.Module):
         if self.kind == "batch":  # saved with the weights, updated in training, not learned by gradients
             self.register_buffer("running_mean", torch.zeros(config.hidden_size))
             self.register_buffer("running_var", torch.ones(config.hidden_size))
-        if self.kind not in FUSED:  # try it, so that a row of `NORMS` without a branch is an error before a run begins
+        if self.kind not in FUSED:  # try it: a row of `NORMS` without a branch is an error before a run begins
             self.eval().normalize(torch.zeros(1, config.hidden_size))
             self.train()
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return norm(x + residual) in x's dtype and the sum x + residual, the new residual stream; all (B, T, D)."""
         if self.kind in FUSED:
-            # `offset` is for weight decay, which pulls it to 0, a weight of 1. A weight of 0 would switch a channel off.
+            # Weight decay pulls an offset to 0, a weight of 1. A weight of `rms` has none: 0 would turn a channel off.
             weight = 1 + self.offset.float() if self.kind == "offset" else self.weight
             return kernels.normalize(x, weight, self.bias, residual, kind=FUSED[self.kind], eps=self.eps)
         s = x if residual is None else (x.float() + residual.float()).to(residual.dtype)

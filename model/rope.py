@@ -37,11 +37,12 @@ def yarn_ramp(config: ModelConfig) -> tuple[float, float]:
     linear in the index, as in the authors' code and in transformers; in the paper, in the number of turns.
     """
     scaling = config.rope_scaling
-    ends = []
-    for turns in (scaling["beta_fast"], scaling["beta_slow"]):  # theta^(-2i/d) context = 2 pi turns, solved for i
-        wavelengths = scaling["original_max_position_embeddings"] / (2 * math.pi * turns)
-        ends.append(config.resolved_head_dim * math.log(wavelengths) / (2 * math.log(config.rope_theta)))
-    first, last = ends
+
+    def pair_with(turns: float) -> float:  # theta^(-2i/d) context = 2 pi turns, solved for i: not a whole number
+        base = scaling["original_max_position_embeddings"] / (2 * math.pi * turns)
+        return config.resolved_head_dim * math.log(base) / (2 * math.log(config.rope_theta))
+
+    first, last = pair_with(scaling["beta_fast"]), pair_with(scaling["beta_slow"])
     if scaling["truncate"]:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, config.resolved_head_dim - 1)
