@@ -61,7 +61,7 @@ def save_pretrained(
     decoder: Decoder, directory: Path | str, *, bos_token_id: int | None = None, eos_token_id: int | None = None,
     state: Mapping[str, Tensor] | None = None, file: str = SINGLE,
 ) -> None:  # fmt: skip
-    """Write config.json and the weights in their dtypes, or those of `state` as `file`; with LoRA, the adapter."""
+    """Write config.json and the weights, in their dtypes; with LoRA the adapter. state: only these, as `file`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = unpacked_tensors(decoder.state_dict() if state is None else state, decoder.config)
@@ -118,7 +118,7 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Path | str, adapter: Path | None = None) -> Checkpoint:
-    """The configuration and the stored tensors of a directory; `UserError` unless their names and shapes match."""
+    """The configuration and stored tensors of a directory; `UserError` unless names and shapes are the decoder's."""
     if adapter != directory:  # an adapter with its model beside it
         check_format(Path(directory))
     stored = stored_tensors(Path(directory))
@@ -155,10 +155,8 @@ def load_pretrained(
     parameters = decoder.state_dict()
     sizes = []
     for name, parameter in parameters.items():
-        if cast:
-            dtype = inference_dtype(parameter, compute_dtype)
-        else:
-            dtype = checkpoint.common_dtype(unpacked_names(name, checkpoint.config))
+        names = unpacked_names(name, checkpoint.config)
+        dtype = inference_dtype(parameter, compute_dtype) if cast else checkpoint.common_dtype(names)
         sizes.append((parameter.shape, dtype))
     state = dict(zip(parameters, allocate(sizes, torch.device(device)), strict=True))
     weights = unpacked_tensors(state, checkpoint.config)

@@ -55,23 +55,21 @@ class Rope(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        cos, sin = self.tables(min(config.max_position_embeddings, 2**15))  # `grow` adds more when a text needs them
-        self.register_buffer("cos", cos, persistent=False)
-        self.register_buffer("sin", sin, persistent=False)
-
-    def tables(self, count: int) -> tuple[Tensor, Tensor]:
-        """cos and sin of the first `count` positions, on the CPU; yarn multiplies both (Peng et al. 2023, 3.4)."""
-        angles = torch.outer(torch.arange(count, dtype=torch.float64, device="cpu"), frequencies(self.config))
-        factor = (self.config.rope_scaling or {}).get("attention_factor", 1.0)  # yarn alone has one
-        return (factor * angles.cos()).float(), (factor * angles.sin()).float()
+        self.register_buffer("cos", torch.empty(0, device="cpu"), persistent=False)
+        self.register_buffer("sin", torch.empty(0, device="cpu"), persistent=False)
+        self.grow(2**15)  # more when a text needs them
 
     @torch.inference_mode(False)  # tables made while generating may be used in training later
     def grow(self, length: int) -> None:
-        """Extend the tables to at least `length` positions, but not beyond the context."""
+        """Extend the tables to at least `length` positions, or to the context; yarn multiplies them (section 3.4)."""
         context = self.config.max_position_embeddings
-        if len(self.cos) < min(length, context):
-            cos, sin = self.tables(min(max(length, 2 * len(self.cos)), context))  # at least doubled, so that it is rare
-            self.cos, self.sin = cos.to(self.cos.device), sin.to(self.sin.device)
+        if len(self.cos) >= min(length, context):
+            return
+        count = min(max(length, 2 * len(self.cos)), context)  # at least doubled, so that it is rare
+        angles = torch.outer(torch.arange(count, dtype=torch.float64, device="cpu"), frequencies(self.config))
+        factor = (self.config.rope_scaling or {}).get("attention_factor", 1.0)  # yarn alone has one
+        self.cos = (factor * angles.cos()).float().to(self.cos.device)
+        self.sin = (factor * angles.sin()).float().to(self.sin.device)
 
     def _apply(self, fn, recurse: bool = True):
         """Move with the model to a device but stay float32: bfloat16 cannot tell positions above 256 apart."""
