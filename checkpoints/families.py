@@ -175,7 +175,7 @@ def zero_biases(config: ModelConfig, model_type: str | None = None) -> list[str]
 def from_json(fields: dict) -> ModelConfig:
     """The configuration that the contents of a config.json describe; any exception if there is none."""
     model_type = fields.get("model_type")
-    if model_type == "prenorm":  # every field stands there by its name
+    if model_type == "prenorm":  # it has every field, under the same name
         return ModelConfig(**{field.name: fields[field.name] for field in dataclasses.fields(ModelConfig)})
     if model_type not in FAMILIES:
         raise ValueError(f"model_type is {model_type!r}, and supported are {', '.join([*FAMILIES, 'prenorm'])}")

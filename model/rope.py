@@ -11,7 +11,7 @@ from model.config import ModelConfig
 def frequencies(config: ModelConfig) -> Tensor:
     """Rotation per position of each pair of elements, in radians, float64 (d/2,): theta^(-2i/d) (Su et al. 2021).
 
-    `rope_scaling` lowers frequencies for longer contexts: to 1 / factor, or only a share of each.
+    For longer contexts, `rope_scaling` divides each by `factor`, except a share of it, `unscaled`.
     """
     pairs = torch.arange(config.resolved_head_dim // 2, dtype=torch.float64, device="cpu")
     frequency = config.rope_theta ** -(2 * pairs / config.resolved_head_dim)
