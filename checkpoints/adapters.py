@@ -31,7 +31,8 @@ def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[
         rank, scale = rank_and_scale(fields)
         tensors = load_file(*find_weight_files(directory, WEIGHTS))
         for matrix in adapted_matrices(fields, tensors, weights):
-            a, b = (tensors.pop(f"{matrix}.lora_{letter}.weight") for letter in "AB")
+            a = tensors.pop(f"{matrix}.lora_A.weight")
+            b = tensors.pop(f"{matrix}.lora_B.weight")
             weight = weights[f"{matrix.removeprefix(PREFIX)}.weight"]
             if (a.shape, b.shape) != ((rank, weight.shape[-1]), (len(weight), rank)):
                 raise ValueError(f"{matrix} has sizes {[*a.shape]} and {[*b.shape]}, and r is {rank}")
@@ -43,7 +44,7 @@ def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[
 
 
 def rank_and_scale(fields: dict) -> tuple[int, float]:
-    """r, and what B A is multiplied by; `ValueError` for what an adapter_config.json asks for and is not done here."""
+    """r, and what B A is multiplied by; `ValueError` if adapter_config.json asks for what is not supported."""
     for key, value in fields.items():
         if key not in ANY_VALUE and value not in SUPPORTED.get(key, (None, False, "none", [], {})):
             raise ValueError(f"{key} {value!r} is not supported")
@@ -56,14 +57,15 @@ def rank_and_scale(fields: dict) -> tuple[int, float]:
 def adapted_matrices(fields: dict, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:
     """PEFT's names of the matrices that have or must have A and B; `ValueError` for those that PEFT would leave out."""
     matrices = {name.partition(".lora_")[0] for name in tensors if ".lora_" in name}
-    targets, layers = fields.get("target_modules"), fields.get("layers_to_transform")  # a number, a list or null
+    targets = fields.get("target_modules")
+    layers = fields.get("layers_to_transform")  # a number, a list or null
     layers = [layers] if isinstance(layers, int) else layers
     if isinstance(targets, list):
         endings = tuple(f".{target}" for target in targets)
         for matrix in sorted(matrices):
             if not f".{matrix}".endswith(endings):
                 raise ValueError(f"{matrix} is none of target_modules {targets}")
-        if not (layers or fields.get("exclude_modules")):
+        if not (layers or fields.get("exclude_modules")):  # then all that match must have A and B
             names = [name.removesuffix(".weight") for name in weights]
             matrices |= {PREFIX + name for name in names if f".{name}".endswith(endings)}
     for matrix in sorted(matrices):

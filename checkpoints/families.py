@@ -87,14 +87,15 @@ def choose_model_type(config: ModelConfig) -> str:
         return "prenorm"
     if (config.norm == "rms" and config.has_norm_bias) or (config.attention_output_bias and not config.attention_bias):
         return "prenorm"  # no family has RMSNorm with a bias, or a bias of o_proj alone
-    allowed = {
+    head_dim_fits = {
         "free": True,
         "divides": config.hidden_size % config.num_attention_heads == 0,
         "exact": config.resolved_head_dim * config.num_attention_heads == config.hidden_size,
     }
     for model_type, family in FAMILIES.items():
-        same = (family.norm, family.qk_norm) == (config.norm, config.qk_norm) and allowed[family.head_dim]
-        if family.architecture and same and (family.output_bias or not config.attention_output_bias):
+        same_norms = (family.norm, family.qk_norm) == (config.norm, config.qk_norm)
+        bias_fits = family.output_bias or not config.attention_output_bias
+        if family.architecture and same_norms and bias_fits and head_dim_fits[family.head_dim]:
             return model_type
     return "prenorm"
 
@@ -126,7 +127,7 @@ def to_json(config: ModelConfig, *, dtype: str, bos_token_id: int | None, eos_to
     if isinstance(family.qkv_bias, str):
         fields[family.qkv_bias] = config.attention_bias
     if config.norm_bias is False:
-        fields["prenorm"] = {"norm_bias": False}  # our own key: the zero biases in the file are dropped on reading
+        fields["prenorm"] = {"norm_bias": False}  # our own key: transformers needs biases, which are zeros in the file
     return fields
 
 
@@ -143,7 +144,7 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
             config = from_json(fields)
         except UserError as error:
             raise ValueError(str(error).rstrip(".")) from None
-        if tensors is not None:  # before anything is made whose size only config.json says
+        if tensors is not None:  # refuses sizes that only config.json has, before memory is allocated for them
             o_proj = tensors.get(f"model.layers.{config.num_hidden_layers - 1}.self_attn.o_proj.weight")
             fits = o_proj is not None and o_proj.shape[-1] == config.num_attention_heads * config.resolved_head_dim
             if not fits or num_parameters(config) > 2 * sum(math.prod(tensor.shape) for tensor in tensors.values()):
@@ -160,7 +161,7 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
 
 
 def zero_biases(config: ModelConfig, model_type: str | None = None) -> list[str]:
-    """Biases, zeros in files, that a family (default: that which it is written as) has and the decoder lacks."""
+    """Biases, zeros in files, that a family (default: the one it is written as) has and the decoder lacks."""
     family = FAMILIES.get(model_type or choose_model_type(config))
     layers = [f"model.layers.{index}" for index in range(config.num_hidden_layers)]
     if family and family.output_bias and config.attention_bias and not config.attention_output_bias:
@@ -174,34 +175,37 @@ def zero_biases(config: ModelConfig, model_type: str | None = None) -> list[str]
 def from_json(fields: dict) -> ModelConfig:
     """The configuration that the contents of a config.json describe; any exception if there is none."""
     model_type = fields.get("model_type")
-    if model_type == "prenorm":
+    if model_type == "prenorm":  # it has every field, under the same name
         return ModelConfig(**{field.name: fields[field.name] for field in dataclasses.fields(ModelConfig)})
     if model_type not in FAMILIES:
         raise ValueError(f"model_type is {model_type!r}, and supported are {', '.join([*FAMILIES, 'prenorm'])}")
     family = FAMILIES[model_type]
-    stored_fields, fields = fields, DEFAULTS | family.defaults | fields
-    rope = read_rope(fields)
-    for key, value in {**stored_fields, "partial_rotary_factor": rope.pop("partial_rotary_factor")}.items():
+    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}  # the name in transformers 4, and in 5
+    names = [*fields, "partial_rotary_factor"]  # of all keys with a default, only this one's may be harmful
+    fields = DEFAULTS | family.defaults | fields
+    scaling = read_rope_scaling(rope, fields)
+    fields |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    for key in names:
+        value = fields.get(key)
         if value not in HARMLESS.get(key, (value,)):
             raise ValueError(f"{key} is {value!r}, which this decoder cannot represent")
-    kv_heads, context, bias = fields["num_key_value_heads"], fields["max_position_embeddings"], family.qkv_bias
-    if isinstance(bias, str):
-        bias = fields[bias] or False
-    layer_types, window = {*(fields["layer_types"] or ())}, fields["sliding_window"]
+    layer_types = set(fields["layer_types"] or ())
     if unknown := layer_types - {"full_attention", "sliding_attention"}:
         raise ValueError(f"layer_types has {', '.join(sorted(unknown))}, which this decoder cannot represent")
+    context = fields["max_position_embeddings"]
+    window = fields["sliding_window"]
     if window is not None and (fields["use_sliding_window"] or "sliding_attention" in layer_types):
         context = min(context, window)  # up to the length of its window, such a layer attends to all tokens
+    kv_heads = fields["num_key_value_heads"]
     config = ModelConfig(
-        **{key: fields[key] for key in (*SHAPE_FIELDS, "head_dim", "initializer_range")},
+        **{key: fields[key] for key in (*SHAPE_FIELDS, "head_dim", "initializer_range", "rope_theta")},
         num_key_value_heads=fields["num_attention_heads"] if kv_heads is None else kv_heads,
         max_position_embeddings=context,
-        rope_theta=rope.pop("rope_theta"),
-        rope_scaling=rope or None,
+        rope_scaling=scaling,
         norm=family.norm,
         norm_bias=(fields.get("prenorm") or {}).get("norm_bias"),
         norm_eps=fields[family.eps],
-        attention_bias=bias,
+        attention_bias=(fields[family.qkv_bias] or False) if isinstance(family.qkv_bias, str) else family.qkv_bias,
         qk_norm=family.qk_norm,
         tie_word_embeddings=fields["tie_word_embeddings"] or False,
     )
@@ -210,26 +214,26 @@ def from_json(fields: dict) -> ModelConfig:
     return config
 
 
-def read_rope(fields: dict) -> dict:
-    """`rope_theta`, `partial_rotary_factor` and, unless it is the default, the scaling as `ModelConfig` has it."""
-    rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}  # the name in transformers 4, and in 5
+def read_rope_scaling(rope: dict, fields: dict) -> dict | None:
+    """`rope_scaling` as `ModelConfig` has it, from the object that config.json has for it, and its other fields."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", *ROPE_SCALING) or not ROPE_KEYS.issuperset(rope):
         raise ValueError(f"rotary positions are {rope}, and only default, {', '.join(ROPE_SCALING)} are supported")
-    base = {key: rope.get(key, fields.get(key)) for key in ("rope_theta", "partial_rotary_factor")}
     if kind == "default":
-        return base
-    scaling = {key: rope.get(key) for key in ROPE_SCALING[kind]}
-    if "original_max_position_embeddings" in scaling:
-        context, key = fields["max_position_embeddings"], "original_max_position_embeddings"
-        scaling[key] = fields.get(key, rope.get(key, context))  # the key outside of the object counts first
+        return None
+    scaling = {"rope_type": kind, **{key: rope.get(key) for key in ROPE_SCALING[kind]}}
+    context = fields["max_position_embeddings"]
+    original = "original_max_position_embeddings"
+    if original in scaling:
+        scaling[original] = fields.get(original, rope.get(original, context))  # the key outside `rope` counts first
     if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         raise ValueError("rope_type llama3 needs a high_freq_factor above low_freq_factor")
     if kind == "yarn":
-        scaling["beta_fast"], scaling["beta_slow"] = rope.get("beta_fast") or 32, rope.get("beta_slow") or 1
+        scaling["beta_fast"] = rope.get("beta_fast") or 32
+        scaling["beta_slow"] = rope.get("beta_slow") or 1
         scaling["truncate"] = bool(rope.get("truncate", True))
         if "factor" in rope and scaling["factor"] is None:
-            scaling["factor"] = context / scaling["original_max_position_embeddings"]
+            scaling["factor"] = context / scaling[original]
         if scaling["attention_factor"] is None:  # Peng et al. 2023, equation 22
             scaling["attention_factor"] = 0.1 * math.log(max(scaling["factor"], 1.0)) + 1
-    return {**base, "rope_type": kind, **scaling}
+    return scaling

@@ -9,22 +9,23 @@ from errors import UserError, reading
 from files import read_json
 
 RUNS = Path("runs")
-HUB_ID = re.compile(r"((?!runs/)\w[\w.-]*/(\w[\w.-]*))(?:@(.+))?", re.ASCII)  # org/name or org/name@revision
+# org/name or org/name@revision
+HUB_ID = re.compile(r"(?P<id>(?!runs/)\w[\w.-]*/(?P<name>\w[\w.-]*))(?:@(?P<revision>.+))?", re.ASCII)
 
 
 def find_checkpoint(path: Path | str) -> Path:
     """The checkpoint or adapter that `path` means: itself, the best one of a run, or a download from the Hub."""
-    name, path = str(path), Path(path)
+    hub_id = HUB_ID.fullmatch(str(path))
+    path = Path(path)
     if path.is_file() and path.suffix == ".gguf":
         raise UserError(f"{path} has {OTHER_FORMATS[b'GGUF']}.")
     if path.is_file():
         raise UserError(f"{path} is a file; give the directory of a checkpoint or a run.")
-    hub_id = HUB_ID.fullmatch(name)
-    if hub_id and not path.exists() and not Path(name.partition("/")[0]).is_dir():
-        run = RUNS / hub_id[2]
+    if hub_id and not path.exists() and not Path(path.parts[0]).is_dir():
+        run = RUNS / hub_id["name"]
         if run.is_dir():
-            raise UserError(f"{name} does not exist; did you mean {run}?")
-        return download(hub_id[1], hub_id[3])
+            raise UserError(f"{path} does not exist; did you mean {run}?")
+        return download(hub_id["id"], hub_id["revision"])
     if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
         return path
     saves = saves_in(path)
@@ -38,7 +39,7 @@ def find_checkpoint(path: Path | str) -> Path:
 
 
 def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Path | None]:
-    """The directories of a model and its adapter, if it has one; an adapter as `directory` has or names its model."""
+    """The directories of a model and its adapter, if any; an adapter as `directory` holds or names its model."""
     path = directory / "adapter_config.json"
     if adapter is not None:
         adapter_directory = find_checkpoint(adapter)
@@ -49,11 +50,14 @@ def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Pat
         return directory, None
     if any((directory / name).is_file() for name in (SINGLE, INDEX)):  # as in transformers
         return directory, directory
-    base, revision = (read_json(path).get(key) for key in ("base_model_name_or_path", "revision"))
+    fields = read_json(path)
+    base = fields.get("base_model_name_or_path")
     if not isinstance(base, str) or Path(base) in (Path(), directory):
-        base = f"the model {base!r} of {path.name}"
+        base = f"the model {base!r} of {path.name}"  # of which `find_checkpoint` says that it does not exist
+    if fields.get("revision") and not Path(base).exists():
+        base += f"@{fields['revision']}"
     try:
-        return find_checkpoint(f"{base}@{revision}" if revision and not Path(base).exists() else base), directory
+        return find_checkpoint(base), directory
     except UserError as error:
         raise UserError(f"{error} Give the model itself: python generate.py MODEL --adapter {directory}") from None
 
@@ -132,7 +136,8 @@ def eos_ids(directory: Path, tokenizer_eos: int, adapter: Path | None = None) ->
     """All ids that end a text: the tokenizer's EOS, and those (of chat models several) that the model's files list."""
     for path in (generation_config(directory, adapter), directory / "config.json"):
         with reading(path):
-            eos = read_json(path).get("eos_token_id")
+            eos = read_json(path).get("eos_token_id")  # a number, a list or null
             if eos is not None:
-                return frozenset(map(operator.index, [tokenizer_eos, *(eos if isinstance(eos, list) else [eos])]))
+                listed = eos if isinstance(eos, list) else [eos]
+                return frozenset(map(operator.index, [tokenizer_eos, *listed]))
     return frozenset([tokenizer_eos])

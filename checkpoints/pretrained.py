@@ -34,11 +34,11 @@ FIELDS_THAT_MUST_MATCH = """
 
 
 def unpacked_names(name: str, config: ModelConfig) -> dict[str, int | None]:
-    """Hugging Face's names for one of our parameters; if it is packed, several in order, with the rows of each."""
+    """Hugging Face's names for one of our parameters, with the rows of each where it packs several."""
     name = name if name.startswith("lm_head.") else f"model.{name}"
-    for packed, parts in config.packed_matrices.items():
+    for packed, matrices in config.packed_matrices.items():
         if f".{packed}." in name:
-            return {name.replace(f".{packed}.", f".{part}."): rows for part, rows in parts.items()}
+            return {name.replace(f".{packed}.", f".{matrix}."): rows for matrix, rows in matrices.items()}
     return {name: None}
 
 
@@ -48,12 +48,12 @@ def unpacked_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict
     for name, tensor in tensors.items():
         names = unpacked_names(name, config)
         if len(names) == 1:
-            parts = [tensor]
+            views = [tensor]
         elif ".lora_A." in name:  # r rows for each
-            parts = tensor.chunk(len(names))
+            views = tensor.chunk(len(names))
         else:
-            parts = tensor.split([*names.values()])
-        unpacked.update(zip(names, parts, strict=True))
+            views = tensor.split([*names.values()])
+        unpacked.update(zip(names, views, strict=True))
     return unpacked
 
 
@@ -61,7 +61,7 @@ def save_pretrained(
     decoder: Decoder, directory: Path | str, *, bos_token_id: int | None = None, eos_token_id: int | None = None,
     state: Mapping[str, Tensor] | None = None, file: str = SINGLE,
 ) -> None:  # fmt: skip
-    """Write config.json and the weights in their dtypes, or those of `state` as `file`; with LoRA, the adapter."""
+    """Write config.json and the weights, in their dtypes; with LoRA the adapter. state: only these, as `file`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = unpacked_tensors(decoder.state_dict() if state is None else state, decoder.config)
@@ -118,8 +118,8 @@ class Checkpoint:
 
 
 def open_checkpoint(directory: Path | str, adapter: Path | None = None) -> Checkpoint:
-    """The configuration and the stored tensors of a directory; `UserError` unless their names and shapes match."""
-    if adapter != directory:
+    """The configuration and stored tensors of a directory; `UserError` unless names and shapes are the decoder's."""
+    if adapter != directory:  # an adapter with its model beside it
         check_format(Path(directory))
     stored = stored_tensors(Path(directory))
     config = load_config(directory, stored)
@@ -155,10 +155,8 @@ def load_pretrained(
     parameters = decoder.state_dict()
     sizes = []
     for name, parameter in parameters.items():
-        if cast:
-            dtype = inference_dtype(parameter, compute_dtype)
-        else:
-            dtype = checkpoint.common_dtype(unpacked_names(name, checkpoint.config))
+        names = unpacked_names(name, checkpoint.config)
+        dtype = inference_dtype(parameter, compute_dtype) if cast else checkpoint.common_dtype(names)
         sizes.append((parameter.shape, dtype))
     state = dict(zip(parameters, allocate(sizes, torch.device(device)), strict=True))
     weights = unpacked_tensors(state, checkpoint.config)
@@ -183,7 +181,7 @@ def inference_dtype(parameter: Tensor, compute_dtype: torch.dtype) -> torch.dtyp
 
 @torch.no_grad()
 def load_weights(decoder: Decoder, directory: Path | str) -> tuple[list[str], list[str]]:
-    """Copy a directory's weights into a decoder, which keeps its dtypes. With LoRA, the directory is an adapter's.
+    """Copy a directory's weights into a decoder, which keeps its dtypes; with LoRA an adapter's, to resume its run.
 
     Returns two lists of names in files: in the decoder only, in the directory only. Only norms may differ.
     """
@@ -195,9 +193,11 @@ def load_weights(decoder: Decoder, directory: Path | str) -> tuple[list[str], li
                 views[name].copy_(tensors[adapters.PREFIX + name].view_as(views[name]))
         return [], []
     checkpoint = open_checkpoint(directory)
-    theirs, ours = checkpoint.config, decoder.config  # other numbers of heads can give the same shapes
-    fields = [(key, getattr(theirs, key), getattr(ours, key)) for key in (*SHAPE_FIELDS, *FIELDS_THAT_MUST_MATCH)]
-    differences = [f"{key.removeprefix('resolved_')} {a} instead of {b}" for key, a, b in fields if a != b]
+    differences = []
+    for key in (*SHAPE_FIELDS, *FIELDS_THAT_MUST_MATCH):  # not only shapes, which other numbers of heads may share
+        theirs, ours = getattr(checkpoint.config, key), getattr(decoder.config, key)
+        if theirs != ours:
+            differences.append(f"{key.removeprefix('resolved_')} {theirs} instead of {ours}")
     if differences:
         problem = ", ".join(differences)
         raise UserError(f"the weights of {directory} do not fit this model: {problem}; use the same values.")

@@ -217,7 +217,7 @@ class CpuDecodeStep:
             qkv, o, gate_up, down = map(matrix, (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj))
             self.layers.append(LayerWeights(before, qkv, head_norms, o, after, gate_up, down, keys, values))
         self.norm = norm(decoder.norm.weight, decoder.norm.bias)
-        self.head = matrix(decoder.lm_head or decoder.embed_tokens)
+        self.head = matrix(decoder.head)
         decoder.rope.grow(cache.max_length)
         self.cos, self.sin = decoder.rope.cos.numpy(), decoder.rope.sin.numpy()
 

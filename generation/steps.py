@@ -152,7 +152,7 @@ class GpuDecodeStep:
             decode.project(self.hidden, mlp.down_proj.weight, s)
         # The head is an ordinary matrix product: it has so many rows that cuBLAS reads them near the memory's rate.
         x, _ = decoder.norm(s)
-        return (decoder.lm_head or decoder.embed_tokens)(x).float()
+        return decoder.head(x).float()
 
 
 # The last GPU step, kept because capturing a graph takes as long as many decoding steps: at most one entry, none while

@@ -14,7 +14,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
-        self.index, self.eps = index, config.norm_eps
+        self.index = index  # of the layer, in the cache
+        self.eps = config.norm_eps
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         head_dim = config.resolved_head_dim
         rows = (self.heads + 2 * self.kv_heads) * head_dim  # rows of q, then k, then v
@@ -28,7 +29,7 @@ class Attention(nn.Module):
         """The attention output (B, T, D) of normalized x (B, T, D); appends k and v to the cache, if there is one."""
         q, k, v = self.queries_keys_values(x, cos, sin)
         if cache is not None:
-            k, v = cache.update(self.index, k, v)  # (B, K, S, d), S positions so far
+            k, v = cache.update(self.index, k, v)  # (B, K, S, d), of all S positions so far
         return self.o_proj(kernels.attention(q, k, v, mask).transpose(1, 2).flatten(2))
 
     def queries_keys_values(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,15 +42,17 @@ class Attention(nn.Module):
 def attention_mask(
     start: int, length: int, padding: Tensor | None, device: torch.device, documents: Tensor | None = None
 ) -> Tensor | None:
-    """Which keys the queries at cache positions start .. start + length may attend to, or None if no mask is needed.
+    """True where a query at cache positions start .. start + length may attend to a key; None: no mask is needed.
 
-    padding 0      padding 2      documents 1 1 2 2       rows: queries, columns: keys, by cache position; #: visible.
-    # . . .        # . . .        # . . .                 A query sees every position up to its own that is neither
-    # # . .        . # . .        # # . .                 padding nor of another document. A padded position sees
-    # # # .        . . # .        . . # .                 itself alone, so that its softmax is not 0/0; no other
-    # # # #        . . # #        . . # #                 position sees it.
+    A query sees every position up to its own that is neither padding nor of another document. A padding position sees
+    itself alone, so that its softmax is not 0/0. Rows are queries, columns keys, # is True:
+    padding 0      padding 2      documents 1 1 2 2
+    # . . .        # . . .        # . . .
+    # # . .        . # . .        # # . .
+    # # # .        . . # .        . . # .
+    # # # #        . . # #        . . # #
     """
-    if padding is None and documents is None and (start == 0 or length == 1):
+    if padding is None and documents is None and (start == 0 or length == 1):  # causal, or one query, which sees all
         return None
     keys = torch.arange(start + length, device=device)
     queries = keys[start:, None]

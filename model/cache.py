@@ -16,7 +16,8 @@ class KeyValueCache:
         shape = (config.num_hidden_layers, batch_size, config.num_key_value_heads, max_length, config.resolved_head_dim)
         self.keys = torch.empty(shape, device=device, dtype=dtype)  # (L, B, K, max_length, d)
         self.values = torch.empty(shape, device=device, dtype=dtype)
-        self.max_length, self.length = max_length, 0
+        self.max_length = max_length
+        self.length = 0
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append k and v (B, K, T, d) of one layer, return all (B, K, length + T, d); the decoder advances `length`."""
@@ -28,6 +29,6 @@ class KeyValueCache:
     def keep_prefix(self, source: "KeyValueCache", length: int) -> None:
         """Hold exactly the first `length` positions of `source`. It may be this cache, which then forgets the rest."""
         if source is not self:
-            self.keys[:, :, :, :length] = source.keys[:, :, :, :length]
-            self.values[:, :, :, :length] = source.values[:, :, :, :length]
+            self.keys[..., :length, :] = source.keys[..., :length, :]
+            self.values[..., :length, :] = source.values[..., :length, :]
         self.length = length

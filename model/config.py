@@ -22,9 +22,12 @@ class NormParameter:
     decays: bool = False  # whether weight decay pulls it towards 0
 
 
+WEIGHT = NormParameter("weight", initial=1.0)
+BIAS = NormParameter("bias", initial=0.0)
+ALPHA = NormParameter("alpha", initial=0.5, per_channel=False)
+SHIFT = NormParameter("shift", initial=0.0, per_channel=False)
 # To add a norm: a row here with its learned parameters, and a branch in `Norm.normalize` (model/norm.py). All else
 # follows from the row, from initialization to files. For the bias it is only the default: `norm_bias` adds or drops it.
-WEIGHT, BIAS = NormParameter("weight", initial=1.0), NormParameter("bias", initial=0.0)
 NORMS: dict[str, tuple[NormParameter, ...]] = {
     "rms": (WEIGHT,),
     "layer": (WEIGHT, BIAS),
@@ -35,24 +38,20 @@ NORMS: dict[str, tuple[NormParameter, ...]] = {
     "l2": (WEIGHT,),
     "group": (WEIGHT, BIAS),
     "batch": (WEIGHT, BIAS),
-    "dyt": (NormParameter("alpha", initial=0.5, per_channel=False), WEIGHT, BIAS),
-    "derf": (
-        NormParameter("alpha", initial=0.5, per_channel=False),
-        NormParameter("shift", initial=0.0, per_channel=False),
-        WEIGHT,
-        BIAS,
-    ),
+    "dyt": (ALPHA, WEIGHT, BIAS),
+    "derf": (ALPHA, SHIFT, WEIGHT, BIAS),
     "none": (),
 }
 NORM_GROUPS = 8  # slices of the channels for the norm `group`
-PLACEMENTS = {"pre": 2, "post": 2, "sandwich": 4, "output": 2}  # placement of the norms: how many norms a layer has
-# Types of rope_scaling, and the numbers that each needs; `unscaled_part` in model/rope.py has the formulas.
+PLACEMENTS = {"pre": 2, "post": 2, "sandwich": 4, "output": 2}  # where the norms are: how many norms a layer then has
+# Types of rope_scaling, and the numbers that each needs; model/rope.py has the formulas.
 ROPE_SCALING = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
 }
-GATED, PLAIN = ("swiglu", "geglu", "reglu", "glu"), ("relu", "gelu")  # MLPs with three matrices, and with two
+GATED = ("swiglu", "geglu", "reglu", "glu")  # MLPs with three matrices: gate, up and down
+PLAIN = ("relu", "gelu")  # MLPs with two: up and down
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        heads, kv_heads, width = self.num_attention_heads, self.num_key_value_heads, self.hidden_size
+        width = self.hidden_size
+        heads = self.num_attention_heads
+        kv_heads = self.num_key_value_heads
         if heads % kv_heads:
             raise UserError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
         if self.head_dim is None and width % heads:
@@ -124,14 +125,16 @@ class ModelConfig:
             raise UserError(f"hidden_size {width} is not a multiple of {NORM_GROUPS}, as --norm group needs.")
         if self.mlp in PLAIN and self.intermediate_size % 2:
             raise UserError(f"intermediate_size {self.intermediate_size} must be even for --mlp {self.mlp}.")
-        for key in () if self.rope_scaling is None else ROPE_SCALING[self.rope_scaling["rope_type"]]:
-            value = self.rope_scaling.get(key)
-            if type(value) not in (int, float) or not 0 < value < 1e9:  # scores are products of two attention factors
-                raise UserError(f"rope_scaling has {key} {value!r} and needs a number above 0 and below 1e9.")
+        if self.rope_scaling is not None:
+            for key in ROPE_SCALING[self.rope_scaling["rope_type"]]:
+                value = self.rope_scaling.get(key)
+                if type(value) not in (int, float) or not 0 < value < 1e9:  # attention scores grow with its square
+                    raise UserError(f"rope_scaling has {key} {value!r} and needs a number above 0 and below 1e9.")
+        # Equal models must have equal configurations, so a value that changes nothing becomes None, the default.
         if self.head_dim is not None and self.head_dim * heads == width:
-            object.__setattr__(self, "head_dim", None)  # equal models must have equal configurations
-        row = NORMS[self.norm]
-        if not row or self.norm_bias == (BIAS in row):  # the default; a norm without parameters never has a bias
+            object.__setattr__(self, "head_dim", None)
+        default_parameters = NORMS[self.norm]
+        if not default_parameters or self.norm_bias == (BIAS in default_parameters):
             object.__setattr__(self, "norm_bias", None)
 
     @property
@@ -140,8 +143,9 @@ class ModelConfig:
 
     @property
     def packed_matrices(self) -> dict[str, dict[str, int]]:
-        """The matrices that each packed matrix of the decoder consists of: their names in files, and their rows."""
-        q, kv = (n * self.resolved_head_dim for n in (self.num_attention_heads, self.num_key_value_heads))
+        """Matrices that the decoder holds as one, from top to bottom: their names in files, and their rows."""
+        q = self.num_attention_heads * self.resolved_head_dim
+        kv = self.num_key_value_heads * self.resolved_head_dim
         return {
             "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
             "gate_up_proj": {"gate_proj": self.intermediate_size, "up_proj": self.intermediate_size},
@@ -150,16 +154,11 @@ class ModelConfig:
     @property
     def norm_parameters(self) -> tuple[NormParameter, ...]:
         """The learned parameters of each norm: its row in `NORMS`, with the bias that `norm_bias` asks for."""
-        row = NORMS[self.norm]
         if self.norm_bias is None:
-            return row
-        return (*row, BIAS) if self.norm_bias else tuple(parameter for parameter in row if parameter != BIAS)
+            return NORMS[self.norm]
+        without_bias = tuple(parameter for parameter in NORMS[self.norm] if parameter != BIAS)
+        return (*without_bias, BIAS) if self.norm_bias else without_bias
 
     @property
     def has_norm_bias(self) -> bool:
         return BIAS in self.norm_parameters
-
-    @property
-    def num_norms(self) -> int:
-        """Number of norms that `norm` chooses: those of the layers, and one before the head unless placed `post`."""
-        return self.num_hidden_layers * PLACEMENTS[self.norm_placement] + (0 if self.norm_placement == "post" else 1)

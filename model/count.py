@@ -1,6 +1,6 @@
 """Numbers of parameters and FLOPs that follow from a configuration. Imports no torch."""
 
-from model.config import PLAIN, ModelConfig
+from model.config import PLACEMENTS, PLAIN, ModelConfig
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -17,18 +17,22 @@ def num_parameters(config: ModelConfig) -> int:
 
 def num_norm_parameters(config: ModelConfig) -> int:
     """Number of learned parameters in all norms that `norm` chooses: without the norms of q and k."""
-    return config.num_norms * sum(config.hidden_size if p.per_channel else 1 for p in config.norm_parameters)
+    norms = config.num_hidden_layers * PLACEMENTS[config.norm_placement]
+    norms += 0 if config.norm_placement == "post" else 1  # the final norm
+    return norms * sum(config.hidden_size if p.per_channel else 1 for p in config.norm_parameters)
 
 
 def adapter_parameters(config: ModelConfig, rank: int) -> int:
     """Number of parameters of a LoRA adapter: rank * (in + out) for each matrix of the layers."""
     heads = config.num_attention_heads + config.num_key_value_heads  # q and o; k and v
     attention = 4 * config.hidden_size + 2 * heads * config.resolved_head_dim
-    mlp = (2 if config.mlp in PLAIN else 3) * config.hidden_size + 3 * config.intermediate_size  # two: 3/2 as wide
+    # A plain MLP has two matrices instead of three, 3/2 as wide: the sum of its widths is 3 F too.
+    mlp = (2 if config.mlp in PLAIN else 3) * config.hidden_size + 3 * config.intermediate_size
     return config.num_hidden_layers * rank * (attention + mlp)
 
 
 def layer_matrices(config: ModelConfig) -> int:
+    """Number of parameters in the matrices of a layer; a plain MLP has as many as one with a gate."""
     heads = config.num_attention_heads + config.num_key_value_heads  # q and o; k and v
     return config.hidden_size * (2 * heads * config.resolved_head_dim + 3 * config.intermediate_size)
 

@@ -46,13 +46,14 @@ class Layer(nn.Module):
     def __init__(self, config: ModelConfig, index: int):
         super().__init__()
         self.placement = config.norm_placement
-        of_stream, of_output = self.placement != "output", self.placement in ("sandwich", "output")
-        self.input_layernorm = Norm(config) if of_stream else None
+        on_stream = self.placement != "output"
+        on_block_output = self.placement in ("sandwich", "output")
+        self.input_layernorm = Norm(config) if on_stream else None
         self.self_attn = Attention(config, index)
-        self.post_attention_layernorm = Norm(config) if of_stream else None
+        self.post_attention_layernorm = Norm(config) if on_stream else None
         self.mlp = MLP(config)
-        self.attention_output_layernorm = Norm(config) if of_output else None
-        self.mlp_output_layernorm = Norm(config) if of_output else None
+        self.attention_output_layernorm = Norm(config) if on_block_output else None
+        self.mlp_output_layernorm = Norm(config) if on_block_output else None
 
     def forward(self, x: Tensor, residual: Tensor | None, *attention_inputs) -> tuple[Tensor, Tensor | None]:
         """Take and return the output of the last block and the residual stream without it, (B, T, D) each.
@@ -98,6 +99,10 @@ class Decoder(nn.Module):
         if seed is not None:
             initialize(self, seed)
 
+    @property
+    def head(self) -> Linear:
+        return self.embed_tokens if self.lm_head is None else self.lm_head
+
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None,
         *, token_weights: Tensor | None = None,
@@ -107,15 +112,15 @@ class Decoder(nn.Module):
 
         targets (B, T) int64: return the losses instead, in nats, float32 (B, T), 0 where a target is `IGNORED`.
         token_weights, float32 (B, T) or 0-dimensional: return the sum of weight times loss, cheaper to train on.
-        documents (B, T) int64: the number of each token's document, without a cache. A token sees its own document
-        alone; its rotary position is still its place in the row, since attention depends on differences of positions.
+        documents (B, T) int64, not with a cache: an id of each token's document, the only one that the token sees. Its
+        rotary position is still its place in the row, since attention depends on differences of positions.
         cache: earlier keys and values of the same sequences; the tokens follow them and are appended.
         padding (B,) int64: number of padding positions at the start of each sequence. A token's rotary position is its
         cache position minus the padding, and must be below max_position_embeddings.
         """
         length = tokens.shape[1]
         start = 0 if cache is None else cache.length
-        # With padding, the positions are known on the device alone; Rope's indexing fails for those beyond its tables.
+        # With padding, only the device knows the positions; indexing fails there for those beyond the tables of `Rope`.
         if padding is None and start + length > self.config.max_position_embeddings:
             raise ValueError(f"{start + length} tokens exceed the context of {self.config.max_position_embeddings}")
         cos, sin = self.rope(start, length, padding)
@@ -131,13 +136,13 @@ class Decoder(nn.Module):
         if cache is not None:
             cache.length += length
         if last_only:
-            x, residual = x[:, -1:], None if residual is None else residual[:, -1:]
+            x = x[:, -1:]
+            residual = None if residual is None else residual[:, -1:]
         if self.norm is not None:
             x, _ = self.norm(x, residual)
-        head = self.embed_tokens if self.lm_head is None else self.lm_head
         if targets is None:
-            return head(x).float()
-        inputs = x.flatten(0, 1), head.weight, targets.flatten()
+            return self.head(x).float()
+        inputs = x.flatten(0, 1), self.head.weight, targets.flatten()
         if token_weights is not None:
             return kernels.linear_cross_entropy(*inputs, token_weights.flatten())
         return kernels.linear_cross_entropy(*inputs).view_as(targets)
@@ -155,13 +160,12 @@ def initialize(decoder: Decoder, seed: int) -> None:
     for name, parameter in decoder.named_parameters():
         if is_norm_parameter(name):
             parameter.fill_(norm_initial[name.rpartition(".")[2]])
-            continue
-        if parameter.ndim < 2:  # biases; weights of the norms of q and k
+        elif parameter.ndim < 2:  # biases; weights of the norms of q and k
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
-            continue
-        scale = block_scale if name.endswith(BLOCK_OUTPUTS) else 1.0
-        drawn = torch.randn(parameter.shape, generator=generator_for(seed, name))
-        parameter.copy_(drawn * (decoder.config.initializer_range * scale))
+        else:
+            scale = block_scale if name.endswith(BLOCK_OUTPUTS) else 1.0
+            normal = torch.randn(parameter.shape, generator=generator_for(seed, name))
+            parameter.copy_(normal * (decoder.config.initializer_range * scale))
 
 
 def generator_for(seed: int, name: str) -> torch.Generator:
@@ -174,19 +178,21 @@ def generator_for(seed: int, name: str) -> torch.Generator:
 def attend_to_previous_token(decoder: Decoder) -> None:
     """Set biases of q and k so that the first head of the first layer attends to the token before each token.
 
-    Heads that copy what followed an earlier occurrence need one below them (Olsson et al. 2022, arXiv 2209.11895). k's
-    bias is a in the first of the two elements of the fastest pairs, q's the same turned back by a position: the score
-    at distance n is a^2 sum cos((n - 1) theta_i) / sqrt(d), and at n = 1 by 4 larger than at 0 and 2. With `qk_norm`,
-    whose norms take the length of q and k away, it is larger by sqrt(d) (1 - mean cos theta_i), 1.4 for heads of 64.
+    Heads that copy what followed an earlier occurrence need such a head in a layer below them (Olsson et al. 2022,
+    arXiv 2209.11895). k's bias is (a, 0) in each of the six fastest pairs, q's is that turned back by one position. The
+    score at distance n is then a^2 sum cos((n - 1) theta_i) / sqrt(d), at n = 1 by 4 larger than at 0 and 2. With
+    `qk_norm`, which divides q and k by their lengths, it is larger by sqrt(d) (1 - mean cos theta_i): 1.4 if d is 64.
     """
     attention = decoder.layers[0].self_attn
+    half = decoder.rope.cos.shape[1]  # d / 2; a pair is the elements i and i + d / 2
     cos, sin = decoder.rope.cos[1, :6], decoder.rope.sin[1, :6]
-    pairs, half = len(cos), decoder.rope.cos.shape[1]  # d / 2; a pair is the elements i and i + d / 2
+    pairs = len(cos)  # 6, or fewer in a narrow head
     a = (4.0 * math.sqrt(2 * half) / (1 - cos).sum()).sqrt()
-    q, k = attention.qkv_proj.bias, attention.qkv_proj.bias[2 * half * attention.heads :]
-    q[:pairs] = a * cos
-    q[half : half + pairs] = -a * sin
-    k[:pairs] = a
+    q_bias = attention.qkv_proj.bias
+    k_bias = q_bias[attention.heads * 2 * half :]  # behind the rows of all query heads
+    q_bias[:pairs] = a * cos
+    q_bias[half : half + pairs] = -a * sin
+    k_bias[:pairs] = a
 
 
 @torch.no_grad()

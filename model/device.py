@@ -30,7 +30,7 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device, stored: torch.dtype | None = None) -> torch.dtype:
-    """The dtype of activations that `--dtype name` means, in generation of weights too; stored: that of their files."""
+    """What `--dtype name` means: the dtype of activations, in generation of weights too. stored: the dtype in files."""
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
@@ -44,14 +44,14 @@ def choose_dtype(name: str, device: torch.device, stored: torch.dtype | None = N
 @contextlib.contextmanager
 def threads_for(model: torch.nn.Module, rows: int) -> Iterator[None]:
     """Use one CPU thread for steps of `rows` sequences so small that two, on busy cores, take 5 to 30 times as long."""
-    before = torch.get_num_threads()
+    usual_threads = torch.get_num_threads()
     on_cpu = next(model.parameters()).device.type == "cpu"
     if on_cpu and rows * sum(p.numel() for p in model.parameters()) < ONE_THREAD_BELOW:
         torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(usual_threads)
 
 
 @contextlib.contextmanager
@@ -75,15 +75,15 @@ def keep_freed_memory() -> None:
 
 
 def allocate(sizes: Sequence[tuple[torch.Size, torch.dtype]], device: torch.device) -> list[torch.Tensor]:
-    """Uninitialized tensors for weights, on a CPU in an array of NumPy's, which asks Linux for pages of 2 MB."""
-    # From torch's pages of 4 KB a decoding step takes 1.2 to 1.4 times as long.
+    """Uninitialized tensors. On a CPU they are in an array of NumPy's, which asks Linux for pages of 2 MB: from torch's
+    pages of 4 KB a decoding step takes 1.2 to 1.4 times as long."""
     if device.type != "cpu":
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
-    counts = [shape.numel() * dtype.itemsize for shape, dtype in sizes]  # of bytes
-    rounded = [math.ceil(count / 64) * 64 for count in counts]  # each begins a cache line
+    byte_counts = [shape.numel() * dtype.itemsize for shape, dtype in sizes]
+    rounded = [math.ceil(count / 64) * 64 for count in byte_counts]  # each begins a cache line
     blocks = torch.from_numpy(np.empty(sum(rounded), np.uint8)).split(rounded)
-    bytes_and_sizes = zip(blocks, counts, sizes, strict=True)
-    return [block[:count].view(dtype).view(shape) for block, count, (shape, dtype) in bytes_and_sizes]
+    blocks = [block[:count] for block, count in zip(blocks, byte_counts, strict=True)]
+    return [block.view(dtype).view(shape) for block, (shape, dtype) in zip(blocks, sizes, strict=True)]
 
 
 def device_name(device: torch.device) -> str:

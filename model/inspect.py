@@ -48,7 +48,8 @@ class Inspection:
 def inspect(decoder: Decoder, ids: Sequence[int]) -> Inspection:
     """Measure one forward pass over 1 to `MAX_TOKENS` ids; `UserError` for any other number of them."""
     names = {module: name for name, module in decoder.named_modules() if isinstance(module, Norm | Attention | Layer)}
-    norms, measured = [], {}
+    norms = []
+    measured = {}
 
     def record(module: nn.Module, inputs: tuple, outputs: Tensor | tuple) -> None:
         if isinstance(module, Norm):
@@ -77,9 +78,9 @@ def surgery(decoder: Decoder, ids: Sequence[int], change: str, norm: str | None 
     if change not in CHANGES or norm not in (None, *norms):
         changes, of_norm = ", ".join(CHANGES), "" if norm is None else f" of {norm}"
         raise UserError(f"there is no change {change}{of_norm}: changes are {changes}; norms are {', '.join(norms)}.")
-    chosen = norms.values() if norm is None else [norms[norm]]
+    changed_norms = norms.values() if norm is None else [norms[norm]]
     hook = functools.partial(replace_output, change)
-    return token_losses(decoder, ids, chosen, hook) - token_losses(decoder, ids, [], hook)
+    return token_losses(decoder, ids, changed_norms, hook) - token_losses(decoder, ids, [], hook)
 
 
 @torch.no_grad()
@@ -88,11 +89,11 @@ def token_losses(decoder: Decoder, ids: Sequence[int], modules: Iterable[nn.Modu
     if not 1 <= len(ids) <= min(MAX_TOKENS, decoder.config.max_position_embeddings):
         raise UserError(f"the text has {len(ids)} tokens; give 1 to {MAX_TOKENS}, within the model's context.")
     tokens = torch.tensor([[*ids]], device=decoder.embed_tokens.weight.device)
-    with contextlib.ExitStack() as at_the_end:
-        at_the_end.callback(setattr, decoder, "compute_dtype", decoder.compute_dtype)
-        at_the_end.callback(decoder.train, decoder.training)
+    with contextlib.ExitStack() as stack:
+        stack.callback(setattr, decoder, "compute_dtype", decoder.compute_dtype)
+        stack.callback(decoder.train, decoder.training)
         for module in modules:
-            at_the_end.enter_context(module.register_forward_hook(hook))
+            stack.enter_context(module.register_forward_hook(hook))
         decoder.eval().compute_dtype = torch.float32
         return decoder(tokens, nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED))[0, :-1].cpu()
 
@@ -125,8 +126,7 @@ def predict(decoder: Decoder, x: Tensor, residual: Tensor | None) -> dict[str, T
     """The logit lens (nostalgebraist 2020): final norm and head read what a layer returns."""
     if decoder.norm is not None:
         x, _ = decoder.norm.forward(x, residual)  # without its hook
-    head = decoder.embed_tokens if decoder.lm_head is None else decoder.lm_head
-    probabilities, ids = head(x)[0].softmax(-1).topk(min(5, decoder.config.vocab_size))
+    probabilities, ids = decoder.head(x)[0].softmax(-1).topk(min(5, decoder.config.vocab_size))
     return {"top_ids": ids, "top_probabilities": probabilities}
 
 

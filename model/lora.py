@@ -14,18 +14,20 @@ from model.linear import Linear
 
 
 class LoraLinear(nn.Module):
-    """A frozen `Linear` with A and B. A packed matrix has a pair for each of its n parts: A (r n, in), B (out, r)."""
+    """A frozen `Linear` with A and B. If it packs n matrices, of `rows` each, so do they: A (n r, in), B (out, r)."""
 
     def __init__(self, linear: Linear, rows: list[int], rank: int, scale: float):
         super().__init__()
-        self.weight, self.bias, self.rows, self.scale = linear.weight, linear.bias, rows, scale
+        self.weight, self.bias = linear.weight, linear.bias
+        self.rows = rows
+        self.scale = scale
         self.lora_A = Linear(self.weight.shape[1], rank * len(rows))
         self.lora_B = Linear(rank, len(self.weight))
 
     def forward(self, x: Tensor) -> Tensor:
-        low = (self.scale * self.lora_A(x)).chunk(len(self.rows), dim=-1)  # (..., r) each
-        update = [kernels.linear(z, b) for z, b in zip(low, self.lora_B.weight.split(self.rows), strict=True)]
-        return kernels.linear(x, self.weight, self.bias) + torch.cat(update, dim=-1)
+        reduced = (self.scale * self.lora_A(x)).chunk(len(self.rows), dim=-1)  # (..., r) each
+        updates = [kernels.linear(z, b) for z, b in zip(reduced, self.lora_B.weight.split(self.rows), strict=True)]
+        return kernels.linear(x, self.weight, self.bias) + torch.cat(updates, dim=-1)
 
 
 @torch.no_grad()
@@ -36,15 +38,18 @@ def add_lora(decoder: Decoder, fields: dict, seed: int) -> Decoder:
     """
     decoder.requires_grad_(False)
     decoder.lora = fields
-    packed, scale = decoder.config.packed_matrices, fields["lora_alpha"] / fields["r"]
+    packed_matrices = decoder.config.packed_matrices
+    scale = fields["lora_alpha"] / fields["r"]
     for layer in decoder.layers:
         for block in (layer.self_attn, layer.mlp):
             for name, linear in [*block.named_children()]:
                 if isinstance(linear, Linear):
-                    parts = packed.get(name, {name: len(linear.weight)})
-                    setattr(block, name, LoraLinear(linear, [*parts.values()], fields["r"], scale))
+                    matrices = packed_matrices.get(name, {name: len(linear.weight)})
+                    setattr(block, name, LoraLinear(linear, [*matrices.values()], fields["r"], scale))
     for name, parameter in decoder.named_parameters():
-        if ".lora_" in name:
-            bound = 1 / math.sqrt(parameter.shape[1]) if ".lora_A." in name else 0
+        if ".lora_A." in name:
+            bound = 1 / math.sqrt(parameter.shape[1])
             parameter.uniform_(-bound, bound, generator=generator_for(seed, name))
+        elif ".lora_B." in name:
+            parameter.zero_()
     return decoder

@@ -7,7 +7,7 @@ import kernels
 from model.config import PLAIN, ModelConfig
 from model.linear import Linear
 
-# The activation of the gate (Shazeer 2020, equations 5 and 6), or of the plain MLP.
+# The activation of the gate (Shazeer 2020, equations 5 and 6), or of the plain MLP. SwiGLU's, silu, is in its kernel.
 ACTIVATIONS = {"geglu": F.gelu, "reglu": F.relu, "glu": F.sigmoid, "relu": F.relu, "gelu": F.gelu}
 
 
@@ -16,7 +16,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.kind, width = config.mlp, config.intermediate_size
+        self.kind = config.mlp
+        width = config.intermediate_size
         if self.kind in PLAIN:
             width = config.intermediate_size * 3 // 2  # as many parameters as with a gate
             self.up_proj = Linear(config.hidden_size, width)
@@ -25,9 +26,9 @@ class MLP(nn.Module):
         self.down_proj = Linear(width, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "swiglu" and isinstance(self.down_proj, Linear):
-            return kernels.swiglu_mlp(x, self.gate_up_proj.weight, self.down_proj.weight)
-        if self.kind == "swiglu":  # with LoRA
+        if self.kind == "swiglu":
+            if isinstance(self.down_proj, Linear):  # both products and SwiGLU as one; not with LoRA
+                return kernels.swiglu_mlp(x, self.gate_up_proj.weight, self.down_proj.weight)
             hidden = kernels.swiglu(self.gate_up_proj(x))
         elif self.kind in PLAIN:
             hidden = ACTIVATIONS[self.kind](self.up_proj(x).float())

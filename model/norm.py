@@ -1,6 +1,5 @@
-"""The norms that `ModelConfig.norm` chooses from.
+"""The norms that `ModelConfig.norm` chooses from; `NORMS` in model/config.py lists their learned parameters.
 
-To add one: a row in `NORMS` of model/config.py with its name and learned parameters, and a branch in `Norm.normalize`.
 Those in `FUSED` are kernels, which add the residual too. The others are for comparisons, and written to be read.
 """
 
@@ -15,9 +14,8 @@ import kernels
 from errors import UserError
 from model.config import NORM_GROUPS, ModelConfig
 
-MOMENTUM = 0.1  # momentum of BatchNorm's running statistics (Ioffe and Szegedy 2015, algorithm 2; torch's default)
-# Norms that are kernels, and the kind there (formulas: `reference.normalize`). `srms` is RMSNorm without a weight (Qin
-# et al. 2023, arXiv 2307.14995), `offset` RMSNorm with the weight 1 + offset (Gemma, arXiv 2403.08295).
+# Norms that are kernels, and their kind there (kernels/reference.py has formulas). `srms` is RMSNorm without a weight
+# (Qin et al. 2023, arXiv 2307.14995), `offset` RMSNorm with the weight 1 + offset (Gemma, arXiv 2403.08295).
 FUSED = {"rms": "rms", "layer": "layer", "srms": "rms", "offset": "rms"}
 
 
@@ -26,7 +24,8 @@ class Norm(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.kind, self.eps = config.norm, config.norm_eps
+        self.kind = config.norm
+        self.eps = config.norm_eps
         self.register_parameter("weight", None)  # None unless the loop below replaces it
         self.register_parameter("bias", None)
         for parameter in config.norm_parameters:
@@ -35,14 +34,14 @@ class Norm(nn.Module):
         if self.kind == "batch":  # saved with the weights, updated in training, not learned by gradients
             self.register_buffer("running_mean", torch.zeros(config.hidden_size))
             self.register_buffer("running_var", torch.ones(config.hidden_size))
-        if self.kind not in FUSED:  # a row of `NORMS` without a branch below is an error before a run begins
+        if self.kind not in FUSED:  # try it: a row of `NORMS` without a branch is an error before a run begins
             self.eval().normalize(torch.zeros(1, config.hidden_size))
             self.train()
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return norm(x + residual) in x's dtype and the sum x + residual, the new residual stream; all (B, T, D)."""
         if self.kind in FUSED:
-            # Weight decay pulls an offset towards 0. The weight of `rms` has none, because 0 would switch channels off.
+            # Weight decay pulls an offset to 0, a weight of 1. A weight of `rms` has none: 0 would turn a channel off.
             weight = 1 + self.offset.float() if self.kind == "offset" else self.weight
             return kernels.normalize(x, weight, self.bias, residual, kind=FUSED[self.kind], eps=self.eps)
         s = x if residual is None else (x.float() + residual.float()).to(residual.dtype)
@@ -54,7 +53,7 @@ class Norm(nn.Module):
         return y.to(x.dtype), s
 
     def normalize(self, s: Tensor) -> Tensor:
-        """The norm of the float32 stream s (..., D), for those that are no kernels; without weight and bias."""
+        """The norms that are no kernels, without weight and bias: of the residual stream s (..., D), in float32."""
         if self.kind == "center":  # LayerNorm's re-centering without its re-scaling
             return s - s.mean(-1, keepdim=True)
         if self.kind == "prms":  # the mean square is that of the first sixteenth: Zhang and Sennrich 2019, section 4.2
@@ -67,8 +66,8 @@ class Norm(nn.Module):
             slices = slices - slices.mean(-1, keepdim=True)
             return (slices * torch.rsqrt(slices.square().mean(-1, keepdim=True) + self.eps)).flatten(-2)
         if self.kind == "batch":  # over all tokens of the batch, later ones too; in evaluation, by running averages
-            mean, var, rows = self.running_mean, self.running_var, s.flatten(0, -2)
-            return F.batch_norm(rows, mean, var, None, None, self.training, MOMENTUM, self.eps).view_as(s)
+            averages = self.running_mean, self.running_var  # updated with a momentum of 0.1, torch's default
+            return F.batch_norm(s.flatten(0, -2), *averages, training=self.training, eps=self.eps).view_as(s)
         if self.kind == "dyt":  # no statistics: Zhu et al. 2025, arXiv 2503.10622
             return torch.tanh(self.alpha * s)
         if self.kind == "derf":  # no statistics: Chen et al. 2025, arXiv 2512.10938
@@ -78,10 +77,6 @@ class Norm(nn.Module):
         raise UserError(f"the norm {self.kind} has no branch in Norm.normalize (model/norm.py).")
 
 
-# Names as in files; in the decoder they lack "model.". The norms of q and k are not switched and do not match.
-NORM_TENSOR = re.compile(r"(model\.)?(layers\.\d+\.\w+_layernorm|norm)\.\w+")
-
-
 def is_norm_parameter(name: str) -> bool:
-    """Whether a decoder's parameter, or a tensor on disk, belongs to a norm that `ModelConfig.norm` chooses."""
-    return NORM_TENSOR.fullmatch(name) is not None
+    """Whether a parameter, by its name in the decoder or in files, belongs to one of these norms: not of q and k."""
+    return re.fullmatch(r"(model\.)?(layers\.\d+\.\w+_layernorm|norm)\.\w+", name) is not None
