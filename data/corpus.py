@@ -34,6 +34,7 @@ class Corpus:
     validation_bytes: int  # bytes of its text in UTF-8
     everything: TokenStream  # also duplicates
     everything_bytes: int
+    has_long_tokens: bool  # whole phrases
     prompts: list[str]  # for samples: the first words of up to three held-out documents
     document_start: int | None = None  # the id that begins a document, where attention keeps documents apart
     chat = None  # a text has no chat template
@@ -114,7 +115,8 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
         f"vocabulary {tokenizer.vocab_size:,}\n"
         f"  {len(validation):,} for validation ({origin}, {validation_bytes / 1e6:.2f} MB)"
     )
-    if size > 10 * (len(train) + len(validation)):
+    has_long_tokens = size > 10 * (len(train) + len(validation))
+    if has_long_tokens:
         description += "\n  note: tokens are whole phrases; so small a text needs a smaller --vocab-size, such as 1024"
     starts = np.flatnonzero(validation == tokenizer.document_start)[:3].tolist() or [0]
     return Corpus(
@@ -126,6 +128,7 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
         validation_bytes=validation_bytes,
         everything=everything,
         everything_bytes=int(table["bytes"].sum()),
+        has_long_tokens=has_long_tokens,
         prompts=[first_words(tokenizer.decode(validation[start : start + 64])) for start in starts],
         document_start=tokenizer.document_start if settings.document_mask else None,
     )

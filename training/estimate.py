@@ -1,4 +1,4 @@
-"""What a run would need, without training: parameters, FLOPs, memory, and its time from three measured steps."""
+"""What a run would need, without training: its text, parameters, FLOPs, memory, and its time from measured steps."""
 
 import contextlib
 import dataclasses
@@ -15,38 +15,41 @@ from errors import note
 from model.count import adapter_parameters, flops_per_token, layer_matrices, num_parameters
 from model.device import device_name
 from training.processes import ALONE
-from training.session import choose_machine, epochs, initial_model, prepare_corpus, prepare_training
+from training.session import check_machine, choose_machine, epochs, initial_model, open_text, prepare_training
 from training.settings import Settings
 from training.step import train_step
 
 STEPS = 3
+MAX_SECONDS = 20  # of measuring: no further step begins
 QUICK_FLOPS, MAX_FLOPS = 5e11, 5e12  # work of a pass that a CPU measures: seconds, and at most a minute
-BYTES_PER_TOKEN = 3.5  # bytes of text: see TOKENIZER_BYTES in data/train_tokenizer.py
+MAX_TEXT = 30e6  # bytes of the files that a dry run prepares as training does: seconds
+BYTES_PER_TOKEN = 3.5  # of a larger text: see TOKENIZER_BYTES in data/train_tokenizer.py
 
 
 def estimate(settings: Settings) -> float:
     """Print what one process needs, and return the seconds of all steps, NaN where they are not measured."""
     device, dtype = choose_machine(settings.machine)
-    model, data, steps, rank = settings.model, settings.data, settings.optimizer.steps, settings.run.lora
-    batch_tokens = data.batch_size * data.sequence_length
-    tokens = steps * batch_tokens
+    check_machine(settings, device, ALONE)
+    data, steps, rank = settings.data, settings.optimizer.steps, settings.run.lora
+    tokens = steps * data.batch_size * data.sequence_length
+    corpus = None
+    if not any(name in HUB_TEXTS or name.startswith("hub:") for name in data.data):
+        files = resolve(data)
+        size = sum(file.size for file in files)
+        if size < MAX_TEXT or find_conversations(files):
+            settings, corpus = open_text(settings, None)
+        else:
+            print(f"text: {epochs(tokens, size / BYTES_PER_TOKEN)}, if a token has {BYTES_PER_TOKEN} bytes")
+    model = settings.model
     flops = flops_per_token(model, data.sequence_length)
     adapter = "" if rank is None else f", all frozen; {adapter_parameters(model, rank):,} of an adapter learn"
     print(f"model     {num_parameters(model):,} parameters, {model.norm} norm{adapter}")
     batch = f"{data.batch_size} sequences of {data.sequence_length}"
     print(f"training  {tokens:,} tokens in {counted(steps, 'step')} of {batch}")
-    is_here = not any(name in HUB_TEXTS or name.startswith("hub:") for name in data.data)
-    conversations = is_here and find_conversations(resolve(data)) is not None
-    if is_here and not conversations:
-        size = sum(file.size for file in resolve(data)) / BYTES_PER_TOKEN
-        small = ": too small for a batch" if size < batch_tokens else ""
-        print(f"text      {epochs(tokens, size)}, if a token has {BYTES_PER_TOKEN} bytes{small}")
     print(f"compute   {flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million per token")
     print_memory(settings, dtype, device)
     seconds = measure_time(settings, device, dtype)
-    if conversations and settings.run.init_from:
-        corpus = prepare_corpus(settings)
-        print(f"text      {epochs(tokens, corpus.count_sequences(data) * data.sequence_length)}")
+    if corpus is not None and corpus.chat:
         print(f"a row of conversations, in which lines with + are learned:\n{corpus.show_row()}")
     return seconds
 
@@ -68,13 +71,12 @@ def print_memory(settings: Settings, dtype: torch.dtype, device: torch.device) -
 
 
 def memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
-    """Bytes of the float32 weights, their gradients, the optimizer's moments, and the activations of a micro-batch.
-
-    With LoRA, the weights of the model are in `dtype`, and only those of the adapter have gradients and moments.
-    """
+    """Bytes of the weights, and of the gradients, moments and activations that learning them takes."""
     model, data, rank = settings.model, settings.data, settings.run.lora
     learned = 4 * (num_parameters(model) if rank is None else adapter_parameters(model, rank))
-    weights = learned if rank is None else learned + dtype.itemsize * num_parameters(model)
+    weights = learned
+    if rank is not None:  # the frozen model
+        weights += dtype.itemsize * num_parameters(model)
     one_moment = 4 * model.num_hidden_layers * layer_matrices(model) if settings.optimizer.optimizer == "muon" else 0
     tokens = data.micro_batch() * data.sequence_length
     fused = kernels.implementation(device) is kernels.gpu
@@ -87,24 +89,26 @@ def memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> dict
 
 
 def kept_elements(settings: Settings, fused: bool) -> int:
-    """Elements that the forward pass keeps per token, without logits: in a layer the inputs and outputs of two norms;
-    q, k and v, rotated; the attention's output; and SwiGLU's packed gate and up. What is not `fused` also keeps q, k
-    and v as they were packed, and the product of gate and up, as LoRA does. With checkpointing, each layer keeps its
-    two inputs, and one layer at a time is computed again.
+    """Elements that the forward pass keeps per token, without logits.
+
+    A layer keeps the inputs and outputs of two norms; q, k and v, rotated; the attention's output; SwiGLU's packed gate
+    and up. With checkpointing, it keeps its two inputs, and one layer at a time is computed again.
     """
     config = settings.model
     layers, width, hidden = config.num_hidden_layers, config.hidden_size, config.intermediate_size
     heads = (config.num_attention_heads + config.num_key_value_heads) * config.resolved_head_dim
-    packed_heads = 0 if fused else heads
-    product = 0 if fused and settings.run.lora is None else hidden
-    layer = 4 * width + 2 * (heads + hidden) + packed_heads + product
+    layer = 4 * width + 2 * (heads + hidden)
+    if not fused:  # q, k and v as they were packed
+        layer += heads
+    if not fused or settings.run.lora is not None:  # the product of gate and up
+        layer += hidden
     if settings.machine.activation_checkpointing:
         return layers * 2 * width + layer + 2 * width  # the last: of the final norm
     return layers * layer + 2 * width
 
 
 def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -> float:
-    """Print and return the seconds of all steps: NaN, or from the fastest of three with a quick number of sequences."""
+    """Print and return the seconds of all steps: NaN, or from the fastest step of a quick number of sequences."""
     data, clip = settings.data, settings.optimizer.clip
     sequences = data.micro_batch()
     if device.type == "cpu":
@@ -116,18 +120,22 @@ def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -
     with contextlib.redirect_stdout(None):
         model = initial_model(settings, dtype)
     forward, optimizer, scaler = prepare_training(model, settings, device, ALONE)
-    note(f"measuring {STEPS} steps ...")
+    note(f"measuring {STEPS} steps, or fewer once they took {MAX_SECONDS} seconds ...")
     batch = torch.randint(settings.model.vocab_size, (2, sequences, data.sequence_length))
     counts = [1, 2] if sequences < data.batch_size else [1]  # micro-batches of a measured step
     fastest = dict.fromkeys(counts, math.inf)
-    for count in counts * STEPS:
-        start = time.perf_counter()
-        train_step(forward, [tuple(batch)] * count, optimizer, scaler, clip, ALONE, device)
-        fastest[count] = min(fastest[count], time.perf_counter() - start)
+    measured = 0
+    began = time.perf_counter()
+    while measured < STEPS and time.perf_counter() - began < MAX_SECONDS:
+        for count in counts:
+            start = time.perf_counter()
+            train_step(forward, [tuple(batch)] * count, optimizer, scaler, clip, ALONE, device)
+            fastest[count] = min(fastest[count], time.perf_counter() - start)
+        measured += 1
     # t1, t2: fastest step with one and with two micro-batches. A step of n takes t1 + (n - 1) (t2 - t1).
     one_pass = fastest[counts[-1]] - fastest[1]
     step = fastest[1] + (data.batch_size / sequences - 1) * one_pass
-    how = f"{step:,.2f} s a step, the fastest of {STEPS} at a batch size of {sequences}"
+    how = f"{step:,.2f} s a step, the fastest of {measured} at a batch size of {sequences}"
     print(f"time      {format_time(step * settings.optimizer.steps)} on {device_name(device)}: {how}")
     return step * settings.optimizer.steps
 

@@ -40,8 +40,8 @@ def freeze_parameters(model: nn.Module, patterns: tuple[str, ...]) -> None:
 def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.device) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2), or `Muon` for the matrices of layers and AdamW for the rest."""
     decaying = {row.name for row in model.config.norm_parameters if row.decays}
-    decay, vocabulary_decay = settings.weight_decay, settings.embedding_weight_decay
-    vocabulary_decay = decay if vocabulary_decay is None else vocabulary_decay
+    decay = settings.weight_decay
+    vocabulary_decay = decay if settings.embedding_weight_decay is None else settings.embedding_weight_decay
     groups = defaultdict(list)  # parameters by weight decay and learning rate multiplier
     rows = {}  # of the matrices in each parameter of Muon
     for name, parameter in model.named_parameters():

@@ -220,9 +220,8 @@ def prepare_training(
     freeze_parameters(model, settings.run.freeze)
     if processes.sharded:
         shard(model, device, compiled=machine.compile)
-        forward = model.to(device)
-    else:
-        model.to(device)
+    forward = model.to(device)
+    if not processes.sharded:
         forward = processes.wrap(kernels.compile_model(model) if machine.compile else model)
     optimizer = build_optimizer(model, settings.optimizer, device)
     return forward, optimizer, torch.amp.GradScaler(device.type, enabled=model.compute_dtype == torch.float16)

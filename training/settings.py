@@ -22,7 +22,7 @@ from data.settings import DataSettings
 from errors import UserError, note, reading
 from files import read_toml, replace_text
 from flags import Beta, Fraction, Name, NonNegativeFloat, NonNegativeInt, OptionalInt, PositiveFloat, PositiveInt
-from model.config import ModelConfig
+from model.config import NORMS, ModelConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -36,7 +36,7 @@ class Actions:
     """Resume this run where it stopped; flags override its own."""
     prepare: bool = False  # Do not train; make the tokenizer and all tokens of --data, so that training starts at once.
     eval_only: bool = False  # Do not train; evaluate the weights of --init-from on all of --data.
-    dry_run: bool = False  # Do not train; print the parameters, FLOPs, memory and, from three steps, the time it needs.
+    dry_run: bool = False  # Do not train; prepare a small text, and print the memory and, from a few steps, the time.
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,9 @@ class Settings:
         if not data.data:
             raise UserError("--data needs a file, a folder or another text.")
         needs = {"--lora RANK": run.lora, "--init-from MODEL": run.init_from, "no --freeze": not run.freeze}
-        needs["--optimizer adamw"] = self.optimizer.optimizer == "adamw"
+        needs["--optimizer adamw"] = self.optimizer.optimizer == "adamw"  # the default with --init-from
         if (run.lora or run.lora_alpha) and not all(needs.values()):
-            raise UserError(f"LoRA needs {', '.join(name for name, is_met in needs.items() if not is_met)}.")
+            raise UserError(f"LoRA needs {next(name for name, is_met in needs.items() if not is_met)}.")
         length, context = data.sequence_length, model.max_position_embeddings
         first = data.first_sequence_length or length
         if length > context:
@@ -148,7 +148,8 @@ def parse(arguments: list[str], description: str) -> Command:
         parser.add_argument(*names)
     for argument, value in itertools.pairwise([*arguments, "--"]):
         if argument in ("--config", "--resume", "--init-from", "--norm", "--freeze") and value.startswith("--"):
-            raise UserError(f"{argument} needs a value after it; --help-all says which.")
+            values = f": one of {', '.join(NORMS)}" if argument == "--norm" else "; --help-all says which"
+            raise UserError(f"{argument} needs a value after it{values}.")
     sources, rest = parser.parse_known_args(arguments)
     default = defaults(sources, {argument.partition("=")[0].replace("_", "-") for argument in rest})
     rest = ["--help" if argument == "--help-all" else argument for argument in rest]
@@ -206,8 +207,10 @@ def read_table(path: Path, kind: type, values: dict) -> Any:
         for name, value in values.items():
             if name not in types:
                 tables = [table for table, type in types.items() if name in getattr(type, "__annotations__", ())]
-                close = flags.nearest(name, types) or f" Known: {', '.join(types)}."
-                fix = f" It belongs in [{tables[0]}]." if tables else close
+                fix = f" It belongs in [{tables[0]}]." if tables else flags.nearest(name, types)
+                if path.name == "settings.toml":
+                    fix += " If another version of this code wrote it, remove the line."
+                fix = fix or f" Known: {', '.join(types)}."
                 raise UserError(f"{path}: unknown key {name}.{fix}")
             if dataclasses.is_dataclass(types[name]):
                 values[name] = read_table(path, types[name], value)
