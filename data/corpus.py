@@ -34,7 +34,7 @@ class Corpus:
     validation_bytes: int  # bytes of its text in UTF-8
     everything: TokenStream  # also duplicates
     everything_bytes: int
-    has_long_tokens: bool  # whole phrases
+    has_long_tokens: bool  # whole phrases: in bits per byte, a model beats xz untrained
     prompts: list[str]  # for samples: the first words of up to three held-out documents
     document_start: int | None = None  # the id that begins a document, where attention keeps documents apart
     chat = None  # a text has no chat template

@@ -61,9 +61,8 @@ def print_memory(settings: Settings, dtype: torch.dtype, device: torch.device) -
     micro_batch = f"a micro-batch of {settings.data.micro_batch()} in {str(dtype).removeprefix('torch.')}"
     print(f"memory    {format_bytes(sum(sizes.values()))}: {listed} for {micro_batch}", flush=True)
     if settings.machine.shard:
-        activations = sizes.pop("activations")
         # Undivided: also the gathered weights of embedding, head and two layers, and their gradients.
-        each = activations + 8 * num_parameters(dataclasses.replace(settings.model, num_hidden_layers=2))
+        each = sizes.pop("activations") + 8 * num_parameters(dataclasses.replace(settings.model, num_hidden_layers=2))
         if settings.optimizer.optimizer == "muon":  # a process has the complete matrices that it orthogonalizes
             sizes["orthogonalized"] = 8 * num_parameters(settings.model)
         shares = {count: format_bytes(sum(sizes.values()) / count + each) for count in (2, 4, 8)}
@@ -74,9 +73,7 @@ def memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> dict
     """Bytes of the weights, and of the gradients, moments and activations that learning them takes."""
     model, data, rank = settings.model, settings.data, settings.run.lora
     learned = 4 * (num_parameters(model) if rank is None else adapter_parameters(model, rank))
-    weights = learned
-    if rank is not None:  # the frozen model
-        weights += dtype.itemsize * num_parameters(model)
+    weights = learned if rank is None else learned + dtype.itemsize * num_parameters(model)  # and the frozen model
     one_moment = 4 * model.num_hidden_layers * layer_matrices(model) if settings.optimizer.optimizer == "muon" else 0
     tokens = data.micro_batch() * data.sequence_length
     fused = kernels.implementation(device) is kernels.gpu
@@ -89,10 +86,9 @@ def memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> dict
 
 
 def kept_elements(settings: Settings, fused: bool) -> int:
-    """Elements that the forward pass keeps per token, without logits.
-
-    A layer keeps the inputs and outputs of two norms; q, k and v, rotated; the attention's output; SwiGLU's packed gate
-    and up. With checkpointing, it keeps its two inputs, and one layer at a time is computed again.
+    """Elements that the forward pass keeps per token, without logits: in a layer the inputs and outputs of two norms;
+    q, k and v, rotated; the attention's output; and SwiGLU's packed gate and up. With checkpointing, each layer keeps
+    its two inputs, and one layer at a time is computed again.
     """
     config = settings.model
     layers, width, hidden = config.num_hidden_layers, config.hidden_size, config.intermediate_size

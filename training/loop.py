@@ -23,7 +23,7 @@ from training.step import Diverged, StepResult, train_step
 
 
 def train_steps(session: Session) -> Iterator[StepResult]:
-    """Take a step per iteration; then weights and `session.state` include it, and the caller may save, change or stop."""
+    """Take a step per iteration: weights and `session.state` include it, and the caller may save, change or stop."""
     data, optimizer, scaler = session.settings.data, session.optimizer, session.scaler
     settings = session.settings.optimizer
     while session.state.step < session.steps:

@@ -86,7 +86,6 @@ def report_end(session: Session) -> None:
         print(samples(session, prompts))
     if state.best_validation_loss > math.log(session.model.config.vocab_size):
         print("note: it predicts this text worse than chance; give more text, more --steps or a smaller --vocab-size")
-    # A model of a few repeated phrases beats xz before it has learned anything.
     if corpus.chat or corpus.has_long_tokens:
         print(f"text hash {corpus.text_hash}")
     else:

@@ -192,23 +192,19 @@ def initial_model(settings: Settings, dtype: torch.dtype, last: Path | None = No
         elif run.previous_token_head:
             print("note: --previous-token-head does nothing without --attention-bias")
         if run.init_from is not None and last is None:
-            load_initial_weights(model, run.init_from, run.center_weights)
+            new, dropped = pretrained.load_weights(model, run.init_from)
+            print(f"weights: those of {run.init_from}")
+            for what, names in (("new", new), ("dropped", dropped)):
+                if names:
+                    print(f"  {len(names)} {what}: {', '.join(names)}")
+            before = load_config(run.init_from)
+            norms = (before.norm, before.norm_placement, model.config.norm)
+            if run.center_weights and norms == ("layer", "pre", "rms"):
+                print("  LayerNorm to RMSNorm: weights centered")
+                center_residual_writers(model)
     if last is not None:
         pretrained.load_weights(model, last)
     return model
-
-
-def load_initial_weights(model: Decoder, directory: str, center: bool) -> None:
-    """Load the weights of --init-from; `center` them where LayerNorm becomes RMSNorm."""
-    new, dropped = pretrained.load_weights(model, directory)
-    print(f"weights: those of {directory}")
-    for what, names in (("new", new), ("dropped", dropped)):
-        if names:
-            print(f"  {len(names)} {what}: {', '.join(names)}")
-    before = load_config(directory)
-    if center and (before.norm, before.norm_placement, model.config.norm) == ("layer", "pre", "rms"):
-        print("  LayerNorm to RMSNorm: weights centered")
-        center_residual_writers(model)
 
 
 def prepare_training(

@@ -200,4 +200,4 @@ def test_a_small_run_is_timed(flags, optimizer, capsys):
     assert re.search(
         r"time +\d+ seconds on CPU \(threads: 1\): \S+ s a step, the fastest of 3 at a batch size of 8", out
     )
-    assert "60 documents" in out and "0.375 epochs" in out
+    assert "text: 60 documents" in out and " epochs of 20,992 tokens" in out
