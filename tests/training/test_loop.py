@@ -175,7 +175,7 @@ def test_the_header_of_a_config_states_the_memory_of_the_formula(path):
     assert stated == estimate.format_bytes(sum(sizes.values()))
 
 
-def test_a_step_of_several_micro_batches_has_one_update_of_the_weights(flags, monkeypatch):
+def test_a_step_of_several_micro_batches_has_one_update_of_the_weights(flags, monkeypatch, capsys):
     now = [0.0]
 
     def train_step(model, micro_batches, *_):
@@ -184,7 +184,10 @@ def test_a_step_of_several_micro_batches_has_one_update_of_the_weights(flags, mo
     monkeypatch.setattr(estimate, "train_step", train_step)
     monkeypatch.setattr(estimate.time, "perf_counter", lambda: now[0])
     settings = runs.settings_of(*flags, "--micro-batch-size", "2", "--steps", "10")  # of 8 sequences
-    assert estimate.measure_time(settings, CPU, torch.float32) == 10 * (2 + 4)
+    for limit, measured in ((20, 3), (5, 1)):
+        monkeypatch.setattr(estimate, "MAX_SECONDS", limit)
+        assert estimate.measure_time(settings, CPU, torch.float32) == 10 * (2 + 4)
+        assert f"the fastest of {measured} at" in capsys.readouterr().out
 
 
 def test_a_micro_batch_is_never_larger_than_the_batch(flags):

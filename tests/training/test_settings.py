@@ -89,6 +89,16 @@ def test_a_mistake_in_a_file_is_one_line(tmp_path, content, message):
     assert "bad.toml" in str(error.value)
 
 
+def test_a_message_names_what_is_missing_or_possible(tmp_path):
+    (tmp_path / "settings.toml").write_text("[run]\ntrain_only = 'all'\n")
+    with pytest.raises(UserError, match=r"unknown key train_only\. If another version of this code wrote it, remove"):
+        load_settings(tmp_path / "settings.toml")
+    with pytest.raises(UserError, match="one of rms, layer, "):
+        settings_of("--norm")
+    with pytest.raises(UserError, match=r"LoRA needs --init-from MODEL\.$"):
+        settings_of("--lora", "8")
+
+
 def test_two_runs_that_start_at_the_same_time_get_different_folders(settings, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folders = {commands.make_run_dir(settings, "tiny") for _ in range(3)}
