@@ -118,7 +118,8 @@ def starting_plan(command: Command, judging: bool) -> Plan:
         return load_plan(find_plan(command.plan_file or "norms"))
     plan = load_plan(find_plan(command.plan_file)) if command.plan_file else Plan(config=command.plan.config)
     flags = (command.plan_file, a, b, *command.varied)
-    text = re.sub(r"[^\w.]+", "-", " ".join(filter(None, flags))).strip("-")
+    words = (command.plan_file and plan.name, a, b, *command.varied)
+    text = re.sub(r"[^\w.]+", "-", " ".join(filter(None, words))).strip("-")
     name = f"{text[:48]}-{hashlib.blake2b(repr(flags).encode(), digest_size=3).hexdigest()}"
     return dataclasses.replace(plan, name=name, arms=arms or plan.arms, vary=plan.vary | vary)
 

@@ -66,7 +66,11 @@ def fsync(*paths: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make a folder and hold its lock inside the block; `UserError` where another process holds it."""
+    """Make a folder and hold its lock inside the block, which deletes the folder if it leaves it empty. `UserError`
+    where another process holds the lock.
+    """
+    import shutil
+
     from filelock import FileLock, Timeout
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -75,4 +79,8 @@ def locked(folder: Path) -> Iterator[None]:
     except Timeout:
         raise UserError(f"{folder} is in use by another process; wait until it ends, or give another folder.") from None
     with lock:
-        yield
+        try:
+            yield
+        finally:
+            if os.listdir(folder) == [LOCK]:
+                shutil.rmtree(folder, ignore_errors=True)

@@ -212,10 +212,10 @@ def compare(
     plan: Plan, folder: Path, torch_device: str, jobs: int | None, ray: str | None, level: float | None, dry_run: bool
 ) -> int:
     """Train the runs that are missing, or with a level until a verdict, and report; returns the exit status."""
-    minimum = 2 * LOOKS
-    if level is not None and (len(plan.all_arms) != 2 or plan.seeds < minimum):
-        here = f"here are {len(plan.all_arms)}, --seeds {plan.seeds}"
-        raise UserError(f"judge needs 2 arms and --seeds {minimum} or more; {here}.")
+    if level is not None and len(plan.all_arms) != 2:
+        raise UserError(f"judge compares two arms, a baseline and another; here are {len(plan.all_arms)}.")
+    if level is not None and plan.seeds < 2 * LOOKS:
+        raise UserError(f"judge needs --seeds {2 * LOOKS} or more, not {plan.seeds}.")
     for arm in plan.all_arms.values():
         settings = arm_settings(plan, arm)
         with torch.device("meta"):  # no memory
@@ -229,6 +229,9 @@ def compare(
             start = cluster.join(experiment, ray)
         print(report.describe(experiment.study, len(experiment.workers)), flush=True)
         if dry_run:
+            if level is not None:
+                looks = ", ".join(map(str, pairs_of_looks(plan.seeds)))
+                print(f"at most: a verdict after {looks} pairs ends it")
             estimate_runs(experiment, torch_device)
             return 0
         if level is not None:

@@ -197,7 +197,8 @@ def find_plan(name: str) -> Path:
     studies = [path.parent.name for path in STUDIES.glob("*/plan.toml")]
     experiments = sorted(Path("runs").glob("ablation-*"), key=lambda folder: -folder.stat().st_mtime)[:5]
     listed = f" Newest experiments: {', '.join(map(str, experiments))}." if experiments else ""
-    close = nearest(name, [*studies, "judge", "report", "--quick", *map(str, experiments)])
+    plans = [path.name for path in Path().glob("*.toml")]
+    close = nearest(name, [*plans, *studies, "judge", "report", "--quick", *map(str, experiments)])
     raise UserError(f"{name} is no file, experiment or study in studies/.{close or listed}")
 
 

@@ -117,7 +117,9 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
     )
     has_long_tokens = size > 10 * (len(train) + len(validation))
     if has_long_tokens:
-        description += "\n  note: tokens are whole phrases, as the text is small or repeats itself; give a smaller --vocab-size"
+        description += (
+            "\n  note: tokens are whole phrases, as the text is small or repeats itself; give a smaller --vocab-size"
+        )
     starts = np.flatnonzero(validation == tokenizer.document_start)[:3].tolist() or [0]
     return Corpus(
         description=description,

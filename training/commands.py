@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import os
 import re
-import shutil
 from pathlib import Path
 
 from checkpoints.pretrained import load_pretrained
@@ -49,11 +48,7 @@ def train_in_own_folder(command: Command) -> int:
     with locked(run_dir):
         if not resume and os.listdir(run_dir) != [LOCK]:
             raise UserError(f"{run_dir} is not empty, and runs are never overwritten; use another --out, or --resume.")
-        try:
-            return train(settings, run_dir, resume=resume)
-        finally:
-            if os.listdir(run_dir) == [LOCK]:
-                shutil.rmtree(run_dir, ignore_errors=True)
+        return train(settings, run_dir, resume=resume)
 
 
 def make_run_dir(settings: Settings, config: str) -> Path:
