@@ -115,6 +115,10 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
         f"vocabulary {tokenizer.vocab_size:,}\n"
         f"  {len(validation):,} for validation ({origin}, {validation_bytes / 1e6:.2f} MB)"
     )
+    if size < 1.6 * (len(train) + len(validation)):
+        description += (
+            "\n  note: tokens are single bytes, as the tokenizer was made of another text; train anew, without it"
+        )
     has_long_tokens = size > 10 * (len(train) + len(validation))
     if has_long_tokens:
         description += (
