@@ -72,9 +72,8 @@ class Plan:
     """The runs: what they share, how many there are, and at which learning rates."""  # as the help of flags
 
     name: Annotated[str, Suppress] = "norms"
-    # Settings by arm, the baseline first.
+    # Settings by arm, the baseline first. Each gets every combination of `vary`, whose first setting else makes them.
     arms: Annotated[dict[str, dict[str, Any]], Suppress] = field(default_factory=dict)
-    # Every arm gets every combination of these values; without `arms`, the first setting makes them.
     vary: Annotated[dict[str, list[Any]], Suppress] = field(default_factory=dict)
     titles: Annotated[dict[str, str], Suppress] = field(default_factory=dict)  # in documents, by choice in `vary`
     config: str = "ablation"  # What the arms share: a TOML file, or a name in configs/
