@@ -26,16 +26,17 @@ import tyro
 from ablation.plan import JUDGED_PAIRS, TYPES, Plan, base_settings, find_plan, load_plan
 from errors import UserError, end, fit_stdout, printable
 from files import locked, read_json
-from flags import optional, parse_flags
+from flags import call_with_flags, optional, parse_flags
 
-DESCRIPTION = """Compare any settings of train.py over paired seeds, with intervals and a verdict.
+DESCRIPTION = """Compare settings of train.py over paired seeds, with intervals and a verdict.
 python ablate.py                   RMSNorm or LayerNorm; --quick: in minutes
 python ablate.py --vary norm=layer,dyt    values of a setting, or of several
 python ablate.py factorial         repeat a study of studies/
-python ablate.py judge --a "" --b "qk_norm=true"    keep or discard a change; --campaign: many, one after another
+python ablate.py judge --a "" --b "qk_norm=true"    keep or discard a change
+python ablate.py judge --campaign FOLDER --b "..."  many, one after another
 python ablate.py report FOLDER     write the report of a folder of results again
-Ctrl-C stops it and the same command resumes it. Its folder gets runs.jsonl, and report.md, which is derived from it.
-Defaults below are those of this command: --help after a PLAN, --vary or judge may show others.""".replace("\n", "\n\n")
+Ctrl-C stops it, the same command resumes it. Its results are in report.md.
+Defaults are those of this command; for others: judge --help, PLAN --help.""".replace("\n", "\n\n")
 RUNS_DEPEND_ON = ("config", "steps", "learning_rates", "perturbations")  # flags that make other runs
 
 
@@ -87,11 +88,10 @@ def parse(arguments: list[str], judging: bool = False) -> Command:
         plan = dataclasses.replace(plan, **quick)
     if judging:
         plan = dataclasses.replace(plan, seeds=plan.seeds or JUDGED_PAIRS, rerun_seeds=0)
-    start = dataclasses.replace(Command(), plan=plan)
-    command = parse_flags(Command, args=arguments, default=start, **options)
+    command = parse_flags(Command, args=arguments, default=Command(plan=plan), **options)
     if judging and not (plan.arms or plan.vary or command.pairs):
         raise UserError('judge needs --b "SETTING=VALUE" and, without --campaign, --a "...", or --pairs FILE.')
-    others = [name for name in RUNS_DEPEND_ON if getattr(command.plan, name) != getattr(start.plan, name)]
+    others = [name for name in RUNS_DEPEND_ON if getattr(command.plan, name) != getattr(plan, name)]
     suffix = "".join(f"-{name}-{getattr(command.plan, name)}" for name in others)
     name = command.plan.name + re.sub(r"[^\w.]+", "-", suffix).rstrip("-")
     return dataclasses.replace(command, plan=dataclasses.replace(command.plan, name=name))
@@ -137,39 +137,40 @@ def assignments(text: str) -> dict[str, str]:
     return values
 
 
+def write_report(folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER")], /) -> int:
+    """Write the report of a folder of results, such as runs/ablation-norms, again."""
+    from ablation import judge, report, study
+
+    if (Path(folder) / judge.LEDGER).is_file():
+        path = judge.load_campaign(Path(folder)).write_report()
+    else:
+        path = report.write(study.load(find_plan(folder).parent), find_plan(folder).parent)
+    print(printable(f"written: {path}"))
+    return 0
+
+
 def main() -> int:
     """Do what the command line says; returns the exit status."""
     fit_stdout()
-    action = sys.argv[1] if sys.argv[1:2] in (["judge"], ["report"]) else "compare"
-    arguments = sys.argv[1 if action == "compare" else 2 :]
-    command = parse(arguments, judging=action == "judge") if action != "report" else None
-    from ablation import execute, report, study  # import torch
-    from ablation.judge import LEDGER, judge_pairs, load_campaign
-    from ablation.stats import SIGNIFICANCE
+    if sys.argv[1:2] == ["report"]:
+        return call_with_flags(write_report, args=sys.argv[2:], prog="ablate.py report")
+    judging = sys.argv[1:2] == ["judge"]
+    command = parse(sys.argv[2 if judging else 1 :], judging)
+    from ablation import execute, judge, report, stats  # import torch
 
-    if command is None:
-        if len(arguments) != 1:
-            raise UserError("report needs one folder of results, such as runs/ablation-norms.")
-        if (Path(arguments[0]) / LEDGER).is_file():
-            path = load_campaign(Path(arguments[0])).write_report()
-        else:
-            folder = find_plan(arguments[0]).parent
-            path = report.write(study.load(folder), folder)
-        print(printable(f"written: {path}"))
-        return 0
     plan = command.plan
     folder = command.out or Path("runs") / f"ablation-{plan.name}"
-    level = SIGNIFICANCE if action == "judge" else None
+    level = stats.SIGNIFICANCE if judging else None
     campaign = None
     try:
         with locked(command.campaign) if command.campaign and not command.dry_run else contextlib.nullcontext():
             if command.campaign:
-                campaign = load_campaign(command.campaign, command.fdr, command.adopt)
+                campaign = judge.load_campaign(command.campaign, command.fdr, command.adopt)
                 folder = campaign.idea_folder(plan.name)
                 level = campaign.level
                 plan = dataclasses.replace(plan, first_seed=campaign.first_seed)
             if command.pairs:
-                judge_pairs(command.pairs, campaign)
+                judge.judge_pairs(command.pairs, campaign)
                 return 0
             status = execute.compare(plan, folder, command.device, command.jobs, command.ray, level, command.dry_run)
             if campaign and not status and not command.dry_run:

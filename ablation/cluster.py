@@ -25,15 +25,14 @@ def join(experiment, address: str) -> Callable[[Run, str], Future]:
         place = NodeAffinitySchedulingStrategy(node, soft=True)  # soft: on another where it has died
         return ray.remote(function).options(scheduling_strategy=place, **options)
 
-    alive = [node for node in ray.nodes() if node["Alive"]]
-    nodes = [node["NodeID"] for node in alive for _ in range(int(node["Resources"].get(kind, 0)))]
+    devices_by_node = {node["NodeID"]: int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]}
+    nodes = [*Counter(devices_by_node).elements()]
     models = {node: ray.get(on_node(device_model, node).remote(torch_device)) for node in {*nodes}}
     experiment.device = Counter(models[node] for node in nodes).most_common(1)[0][0]
     experiment.workers = [node for node in nodes if models[node] == experiment.device]
 
     def start(run: Run, node: str) -> Future:
-        threads = 1 if torch_device == "cpu" else None
-        arguments = experiment.plan, run, torch_device, threads, len(experiment.workers)
+        arguments = experiment.plan, run, torch_device, 1 if kind == "CPU" else None, len(experiment.workers)
         return on_node(train_run, node).remote(*arguments).future()
 
     return start

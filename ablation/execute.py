@@ -75,9 +75,7 @@ class Experiment:
 
 
 def local_workers(torch_device: str, jobs: int | None) -> list[str]:
-    """The torch device of each worker. For auto: GPUs of one model, as arms of a seed share it, else MPS, else cores.
-    With more jobs than GPUs, several share one: a small model leaves it mostly idle.
-    """
+    """The torch device of each worker. For auto: GPUs of one model, as arms of a seed share it; else MPS, or cores."""
     if jobs is not None and jobs < 1:
         raise UserError(f"--jobs {jobs} must be at least 1.")
     chosen = choose_device(torch_device)
@@ -87,6 +85,7 @@ def local_workers(torch_device: str, jobs: int | None) -> list[str]:
     if chosen.type == "cuda" and torch_device == "auto":
         gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
         devices = [gpu for gpu in gpus if device_model(gpu) == device_model(gpus[0])]
+    # Several jobs may share a GPU: a small model leaves it mostly idle.
     return [devices[index % len(devices)] for index in range(jobs or len(devices))]
 
 
@@ -203,9 +202,8 @@ def estimate_runs(experiment: Experiment, torch_device: str) -> None:
         lines = output.getvalue().splitlines()
         print(f"a run of {name}:", *(line for line in lines if line not in lines_of_first), sep="\n", flush=True)
         lines_of_first = lines_of_first or lines
-    workers = len(experiment.workers)
-    duration = format_time(seconds / workers)
-    print(f"all runs that can start: {runs.total()}, {workers} at once, about {duration} of training")
+    duration = format_time(seconds / len(experiment.workers))
+    print(f"all runs that can start: {runs.total()}, {len(experiment.workers)} at once, about {duration} of training")
 
 
 def compare(

@@ -125,8 +125,7 @@ class Campaign:
     @property
     def level(self) -> float:
         """The two-sided level of the next idea: twice the probability of a wrong keep."""
-        keeps = sum(line.verdict == "keep" for line in self.ledger)
-        return 2 * lond_level(self.fdr, len(self.ledger) + 1, keeps)
+        return 2 * lond_level(self.fdr, len(self.ledger) + 1, sum(line.verdict == "keep" for line in self.ledger))
 
     @property
     def baseline(self) -> str:
@@ -158,6 +157,7 @@ class Campaign:
         """Write report.md, whose path is returned: the ideas in order, also as CSV and LaTeX; the level of the next."""
         ideas = pd.DataFrame(self.ledger)
         ideas = ideas.assign(low=ideas.interval.str[0], high=ideas.interval.str[1], worth=ideas.steps.map(in_words))
+        ideas["looks"] = ideas.looks.astype(str).str.strip("[]")
         columns = ["idea", "baseline", "verdict", "unit", "difference", "low", "high", "worth", "looks", "p", "level"]
         rows = ideas[columns].to_dict("records")
         save_table(self.folder / "ideas", rows)
@@ -188,8 +188,7 @@ def read_pairs(path: Path) -> dict[str, pd.Series]:
     with reading(path, f"it needs rows with the columns {', '.join(columns)}"):
         rows = pd.DataFrame(read_lines(path)) if path.suffix == ".jsonl" else pd.read_csv(path)
         rows = rows[columns]
-    for name in ("seed", "loss"):
-        rows[name] = pd.to_numeric(rows[name], errors="coerce")
+    rows[["seed", "loss"]] = rows[["seed", "loss"]].apply(pd.to_numeric, errors="coerce")
     problems = {
         "it has no idea, or an arm other than a and b": rows.idea.isna() | ~rows.arm.isin(["a", "b"]),
         "the seed is not a whole number, or the loss not finite": (rows.seed % 1 != 0) | ~np.isfinite(rows.loss),
@@ -207,8 +206,9 @@ def read_pairs(path: Path) -> dict[str, pd.Series]:
 def judge_pairs(path: Path, campaign: Campaign | None) -> None:
     """Print verdicts on a table of losses as JSON: one test of all pairs of an idea; without those in the ledger."""
     ideas = read_pairs(path)
-    ledger = campaign.ledger if campaign else []
-    idea_by_seed = {seed: line.idea for line in ledger for seed in line.seeds}
+    if len(ideas) > 1 and not campaign:
+        print("note: --campaign FOLDER limits how many of several ideas are kept wrongly", file=sys.stderr)
+    idea_by_seed = {seed: line.idea for line in (campaign.ledger if campaign else ()) for seed in line.seeds}
     judged_seeds = {*idea_by_seed}
     for idea, pairs in ideas.items() if campaign else ():
         for seed in map(int, pairs.index):
@@ -221,7 +221,7 @@ def judge_pairs(path: Path, campaign: Campaign | None) -> None:
             print(f"{idea} has a verdict: {campaign.folder / 'report.md'}", file=sys.stderr)
             continue
         result = decide(pairs.to_numpy(), 1, [len(seeds)], campaign.level if campaign else SIGNIFICANCE)
-        result |= {"steps": None, "b": idea, "unit": f"that of {path.name}"}
+        result |= {"steps": None, "idea": idea, "pairs": len(seeds), "unit": f"that of {path.name}"}
         if campaign:
             campaign.add(campaign.baseline, idea, seeds, result)
         print(json.dumps(result), flush=True)

@@ -72,10 +72,8 @@ class Plan:
     """The runs: what they share, how many there are, and at which learning rates."""  # as the help of flags
 
     name: Annotated[str, Suppress] = "norms"
-    arms: Annotated[dict[str, dict[str, Any]], Suppress] = field(
-        default_factory=dict
-    )  # settings by arm, baseline first
-    # Every arm gets every combination of these values; without `arms`, the first setting makes them.
+    # Settings by arm, the baseline first. Each gets every combination of `vary`, whose first setting else makes them.
+    arms: Annotated[dict[str, dict[str, Any]], Suppress] = field(default_factory=dict)
     vary: Annotated[dict[str, list[Any]], Suppress] = field(default_factory=dict)
     titles: Annotated[dict[str, str], Suppress] = field(default_factory=dict)  # in documents, by choice in `vary`
     config: str = "ablation"  # What the arms share: a TOML file, or a name in configs/
@@ -89,8 +87,7 @@ class Plan:
     first_seed: NonNegativeInt = 1  # Seed of the first final runs; the others follow
     hours: PositiveFloat = 12.0  # The most that all runs may take, sweep and pilot included
     learning_rates: Annotated[tuple[PositiveFloat, ...], arg(help_behavior_hint="", aliases=("--lr",))] = ()
-    """One for all arms, or several to sweep. By default the config's, or a sweep around it where the arms differ in the
-    norm (beyond rms and layer), its placement, the MLP or the optimizer"""
+    """Several: a sweep. None: the config's, or a sweep if norm (not rms, layer), placement, MLP or optimizer differ"""
     sweep_seeds: PositiveInt = 3  # Runs of each arm at each learning rate of the sweep
     margin: NonNegativeFloat = 0.005  # Smaller differences (nats per token, or the report's unit) are equivalent
 

@@ -8,15 +8,13 @@ from ablation.stats import Effect, mean_effect
 from ablation.study import Study
 from training.plot import COLOURS, use_chinese_fonts
 
-WIDTH, DPI = 5.4, 110  # inches; 594 pixels
 MUTED = "0.45"
-MARKERS = "os^D"
 
 
 def panels(height: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
     """A figure of this height in inches and its axes, one below the other."""
     use_chinese_fonts()
-    figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(5.4, height), dpi=110, layout="constrained")  # 594 pixels wide
     every = [*figure.subplots(rows, sharex=True, squeeze=False).flat]
     for axes in every:
         axes.grid(alpha=0.25)
@@ -26,19 +24,19 @@ def panels(height: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
 
 
 def forest(effects: dict[str, Effect], xlabel: str, margin: float) -> Figure | None:
-    """Effects by name: a dot with its 95% interval each; the equivalence margin is shaded. None without effects."""
+    """Effects: a dot with its 95% interval each, below its name; the margin is shaded. None without effects."""
     if not effects:
         return None
-    figure, [axes] = panels(0.8 + 0.32 * len(effects))
+    figure, [axes] = panels(0.8 + 0.6 * len(effects))
     axes.axvspan(-margin, margin, color=MUTED, alpha=0.2, linewidth=0)
     axes.axvline(0, color=MUTED, linewidth=1)
-    for row, effect in enumerate(effects.values()):
+    for row, (name, effect) in enumerate(effects.items()):
+        axes.text(0.01, row - 0.15, name, transform=axes.get_yaxis_transform(), fontsize=9, va="bottom")
         axes.plot(effect.interval, (row, row), color=COLOURS[0], linewidth=4, alpha=0.45, solid_capstyle="butt")
         axes.plot(effect.estimate, row, "o", color=COLOURS[0], markersize=6)
-    axes.set_yticks(range(len(effects)), effects)
-    axes.set_ylim(len(effects) - 0.5, -0.5)
+    axes.set(yticks=[], ylim=(len(effects) - 0.6, -0.8))
     figure.supxlabel(xlabel, fontsize=9)  # in the middle of the figure: below the axes it would leave it
-    axes.locator_params(axis="x", nbins=5)
+    axes.locator_params(axis="x", nbins=4)
     return figure
 
 
@@ -47,8 +45,7 @@ def differences_over_steps(study: Study) -> Figure | None:
     curves = {}
     for c in study.comparisons:
         pairs = study.paired("final", c.arm)
-        own = pd.DataFrame([*map(dict, pairs.curve)])  # a row for each run, a column for each step
-        base = pd.DataFrame([*map(dict, pairs.curve_base)])
+        own, base = (pd.DataFrame([*map(dict, curve)]) for curve in (pairs.curve, pairs.curve_base))  # (run, step)
         differences = (own - base).dropna(axis=1)  # at steps at which all final runs of both were evaluated
         if differences.shape[1] > 1:
             curves[c.arm] = [(step, mean_effect(c.arm, values, study.unit)) for step, values in differences.items()]
@@ -68,8 +65,7 @@ def differences_over_steps(study: Study) -> Figure | None:
         axes.set_ylim(min(0, *late) - margin, max(0, *late) + margin)
         axes.set_title(arm, fontsize=9)
         axes.locator_params(nbins=5)
-    said = "line: mean of the pairs; band: its 95% interval; on a part of the text; lower: better"
-    figure.supxlabel(f"step\n{said}", fontsize=9)
+    figure.supxlabel("step\nline: mean of the pairs; band: its 95% interval; lower: better", fontsize=9)
     figure.supylabel("loss minus baseline's, nats", fontsize=9)
     return figure
 
@@ -81,7 +77,7 @@ def sweep(study: Study) -> Figure | None:
         return None
     figure, [axes] = panels(3.6 + 0.1 * len(losses))
     for i, (arm, of_arm) in enumerate(losses.iterrows()):
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i // len(COLOURS) % len(MARKERS)]}
+        style = {"color": COLOURS[i % len(COLOURS)], "marker": "os^D"[i // len(COLOURS) % 4]}
         axes.plot(losses.columns, of_arm, **style, markersize=5, linewidth=1, label=arm)
     axes.set(xscale="log", xlabel="learning rate", ylabel=f"validation loss, {study.unit}")
     axes.set_xticks(losses.columns, [f"{rate:g}" for rate in losses.columns], rotation=45)

@@ -21,9 +21,8 @@ JUDGE_RESULT = "verdict.json"  # what judge said last
 COLUMNS = """p (Holm): of a paired t-test over the seeds, adjusted for the number of comparisons (Holm 1979), as
 intervals are not. p of equivalence: of two one-sided t-tests against the margin, adjusted likewise. std of a pair: of
 the differences over the seeds. Worth: training the baseline that much longer changes its loss as much, by the slope of
-its loss over log(steps), of runs of another length or its training curve. It would take: pairs that decide with a power
-of 80%, from the deviation of these pairs (in brackets from the ends of its interval). `python ablate.py report FOLDER`
-writes this page again, with its pictures, from plan.toml and runs.jsonl; `python ablate.py NAME` runs a study again."""
+its loss over log(steps), of runs of another length or its training curve. It would take: pairs that decide with a
+power of 80%, from the deviation of these pairs (in brackets from the ends of its interval)."""
 STREAM = """Mean / std in the stream: |mean| over the standard deviation of the residual stream, at the norms of the
 deeper half. Cosine with ones: 1 where all channels of the stream are equal; a mean over all norms."""
 
@@ -33,10 +32,11 @@ def describe(study: Study, workers: int) -> str:
     rates = [*study.sweep.columns] or sorted({*study.chosen_learning_rates.values()})
     sweep = " (a sweep; --lr X leaves it out)" if study.sweep_runs else ""
     limit = f"at most {study.plan.hours:g} hours in all, and Ctrl-C stops it until the same command resumes it"
-    phases = Counter(run.phase for run in study.remaining)
+    phases = Counter(run.phase.replace("rerun", "rerun (--rerun-seeds)") for run in study.remaining)
     counts = "; ".join(f"{count} {phase}" for phase, count in phases.items()) or "none"
+    arms = (arm.name if arm.baseline else f"{arm.name} (baseline)" for arm in study.plan.all_arms.values())
     return (
-        f"arms: {'; '.join(study.plan.all_arms)}\n"
+        f"arms: {'; '.join(arms)}\n"
         f"learning rates: {', '.join(map(str, rates))}{sweep}\n"
         f"final pairs: {study.pairs or 'as many as the pilot asks for'}; {limit}\n"
         f"runs: {len(study.rows)} done; can start, {workers} at once: {counts}"
@@ -59,8 +59,7 @@ def headline(study: Study) -> list[str]:
     counted = len(study.counted_seeds)
     done = study.rows.seed[study.rows.phase == "final"].nunique()
     if 0 < counted < (study.plan.seeds or 0):
-        limit = f"the limit of {study.plan.hours:g} hours is reached"
-        lines.append(f"note: {counted} of {study.plan.seeds} pairs, as {limit}")
+        lines.append(f"note: {counted} of {study.plan.seeds} pairs, as the limit of {study.plan.hours:g} hours is met")
     elif 0 < counted < done:
         lines.append(f"note: runs of {done} seeds are there, and {counted} of them count")
     return lines
@@ -93,7 +92,7 @@ def grid_effects(study: Study) -> list[tuple[Effect, float]]:
 
 def in_words(steps: dict | None) -> str | None:
     """The result of `Study.in_steps` as text."""
-    return steps and "= {percent:+.1f}% of the steps [{low:+.1f}, {high:+.1f}], by {source}".format(**steps)
+    return steps and "{percent:+.1f}% of the steps [{low:+.1f}, {high:+.1f}], by {source}".format(**steps)
 
 
 def pairs_to_decide(c: Comparison) -> str | None:
@@ -116,10 +115,9 @@ def write(study: Study, folder: Path) -> Path:
         save_table(folder / "differences", rows)
     bases = ", ".join(dict.fromkeys(c.baseline for c in study.comparisons))
     xlabel = f"loss minus that of {bases}, {study.unit}\nlower loss: better"
-    of_grid = {effect.name.replace(" x ", "\nx "): effect for effect in study.effects}
     figures = {
         "differences": plots.forest(compared, xlabel, study.plan.margin),
-        "effects": plots.forest(of_grid, xlabel, study.plan.margin),
+        "effects": plots.forest({effect.name: effect for effect in study.effects}, xlabel, study.plan.margin),
         "steps": plots.differences_over_steps(study),
         "sweep": plots.sweep(study),
     }
@@ -137,16 +135,14 @@ def save_table(path: Path, rows: list[dict]) -> None:
     frame = pd.DataFrame(rows)
     latex = frame.to_latex(index=False, escape=True, na_rep=MISSING, float_format="%.3g")
     replace_text(path.with_suffix(".csv"), frame.to_csv(index=False))
-    replace_text(path.with_suffix(".tex"), latex)
+    replace_text(path.with_suffix(".tex"), f"% needs \\usepackage{{booktabs}}\n{latex}")
 
 
 def markdown_text(study: Study, folder: Path, drawn: Collection[str]) -> str:
     """report.md, with links to the pictures that are drawn. A section without text and picture is left out."""
     mean = "mean and 95% interval"
-    differences = []
-    for c in study.comparisons:
-        row = {"arm": c.effect.name, f"{study.unit}, {mean}": with_interval(c.effect)}
-        differences.append(row | comparison_row(study, c))
+    means = [{"arm": c.effect.name, f"{study.unit}, {mean}": with_interval(c.effect)} for c in study.comparisons]
+    differences = [row | comparison_row(study, c) for row, c in zip(means, study.comparisons, strict=True)]
     effects = [{"effect": e.name, mean: with_interval(e), "p (Holm)": p} for e, p in grid_effects(study)]
     incomplete = study.rows[study.rows.status != "completed"]
     hours = (study.rows.seconds / 3600).groupby([study.rows[name] for name in MACHINE], dropna=False, sort=False)
@@ -154,7 +150,7 @@ def markdown_text(study: Study, folder: Path, drawn: Collection[str]) -> str:
     sections = [  # title, picture, text
         ("Differences", "differences", [about(study), table(differences), COLUMNS]),
         ("Effects of the grid", "effects", [table(effects)]),
-        ("Paired difference over steps", "steps", []),
+        ("Paired difference over steps, on a part of the validation text", "steps", []),
         ("Arms", None, [table(arm_row(study, arm) for arm in study.plan.all_arms), STREAM]),
         ("Learning rates", "sweep", [table(study.sweep.reset_index().to_dict("records"))]),
         ("Rerun spread and placebo", None, [table(study.spread.reset_index().to_dict("records"))]),
@@ -185,8 +181,7 @@ def about(study: Study) -> str:
     text += f"95% intervals. Differences within {plan.margin:g} {study.unit}, shaded in pictures, count as equivalent."
     rates = {*study.chosen_learning_rates.values()}
     if not study.sweep_runs and len(rates) == 1:
-        [rate] = rates
-        text += f" All arms share the learning rate {rate}: none was chosen for each of them."
+        text += f" All arms share the learning rate {rates.pop()}: none was chosen for each of them."
     if plan.seeds is None and study.pairs is not None:
         finished = f"{len(study.counted_seeds)} are finished, within {plan.hours:g} hours"
         text += f" The pilot asked for {study.pairs} pairs; {finished}."
@@ -232,14 +227,16 @@ def with_interval(effect: Effect | None, form: str = "+.4f") -> str:
 
 
 def table(rows: Iterable[dict]) -> str:
-    """A Markdown table of rows, of which all have the columns of the first; empty without any."""
+    """A Markdown table of rows, of which all have the columns of the first, without empty columns."""
 
     def cell(value: object) -> str:
         if value is None or value != value:  # NaN
             return MISSING
-        return f"{value:.5g}" if isinstance(value, float) else str(value).replace("|", "\\|")
+        if isinstance(value, float):
+            return f"{value:.4f}" if 0.1 <= abs(value) < 10 else f"{value:.3g}"
+        return str(value).replace("|", "\\|")
 
-    rows = list(rows)
-    head = [*map(str, rows[0])] if rows else []
-    lines = [head, ["---"] * len(head), *([cell(row.get(name)) for name in rows[0]] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) if rows else ""
+    cells = pd.DataFrame(rows, dtype=object).map(cell)
+    cells = cells.loc[:, ~cells.isin([MISSING, ""]).all()]
+    lines = [map(str, cells), ["---"] * cells.shape[1], *cells.to_numpy()]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) if len(cells) else ""

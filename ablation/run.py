@@ -65,9 +65,8 @@ def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, 
     with contextlib.redirect_stdout(None):
         initial = sorted(initial_model(session.settings, torch.float32).named_parameters())
     shared = ((name.encode(), weight.detach().numpy()) for name, weight in initial if not is_norm_parameter(name))
-    weights = itertools.chain.from_iterable(shared)
     hashes = {"settings_hash": hash_of_settings, "text_hash": session.corpus.text_hash}
-    hashes |= {"batches_hash": digest(batches), "weights_hash": digest(weights)}
+    hashes |= {"batches_hash": digest(batches), "weights_hash": digest(itertools.chain.from_iterable(shared))}
     threads = None if session.device.type == "cuda" else torch.get_num_threads()
     machine = {"device": device_model(str(session.device)), "kernels": kernels.describe(session.device)}
     machine |= {"dtype": session.settings.machine.dtype, "threads": threads, "workers": workers}
@@ -108,8 +107,7 @@ def probe(session: Session) -> dict[str, float]:
         over_std.append((mean / std.clamp(min=1e-20)).mean().item())
         cosines.append((mean / length.clamp(min=1e-20)).mean().item())
 
-    norms = [module for module in session.model.modules() if isinstance(module, Norm)]
-    hooks = [norm.register_forward_hook(probe_stream) for norm in norms]
+    hooks = [norm.register_forward_hook(probe_stream) for norm in session.model.modules() if isinstance(norm, Norm)]
     evaluate(session.model, first_windows(session, tokens=1), None, session.device)  # one batch, as it has a token
     for hook in hooks:
         hook.remove()

@@ -81,8 +81,7 @@ def pairs_for_equivalence(std: float, margin: float, family_size: int) -> int:
 
 def deviation_limit(values: Sequence[float], confidence: float) -> float:
     """Upper limit, with this confidence, of the standard deviation of the population that normal values come from."""
-    freedom = len(values) - 1
-    return float(np.std(values, ddof=1) * np.sqrt(freedom / special.chdtri(freedom, confidence)))
+    return float(np.std(values, ddof=1) * np.sqrt((len(values) - 1) / special.chdtri(len(values) - 1, confidence)))
 
 
 def final_pairs(differences: Sequence[np.ndarray], margin: float) -> int:
@@ -126,9 +125,7 @@ class Comparison:
 
     @property
     def more_pairs(self) -> tuple[int, int, int]:
-        """Pairs for 80% power: by the standard deviation, then by both ends of its interval. For equivalence, or for a
-        difference like the measured one where that is beyond the margin.
-        """
+        """Pairs for 80% power to show equivalence or the difference: by the deviation, then its interval's ends."""
         stds = self.deviation, *(deviation_limit(self.differences, level) for level in (0.025, 0.975))
         distance = abs(self.effect.estimate)
         alpha = SIGNIFICANCE / 2 * min(1, self.effect.p / self.p_holm)  # as Holm multiplied this p

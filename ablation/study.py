@@ -137,9 +137,8 @@ class Study:
         return mean_effect(name, losses @ np.array([*weights.values()]), self.unit)
 
     def in_steps(self, baseline: str, difference: float, interval: Sequence[float]) -> dict | None:
-        """A difference in percent of the steps: training the baseline that much longer changes its loss as much, by the
-        slope of its loss over log(steps), of runs of other lengths ("length") or along its own ("curve"). None without
-        these, or where the loss rises.
+        """A difference in percent of the baseline's steps, by the slope of its loss over log(steps): of runs of other
+        lengths ("length") or along its own ("curve"). None without these, or where the loss rises.
         """
         base = self.plan.all_arms[baseline]
         losses = {}

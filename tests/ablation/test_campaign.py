@@ -137,7 +137,8 @@ def test_losses_of_hugging_faces_trainer_are_judged_as_a_t_test_would(tmp_path, 
     for name, campaign in (("pairs.csv", None), ("pairs.jsonl", load_campaign(tmp_path))):
         judge_pairs(Path(name), campaign)
         result = json.loads(capsys.readouterr().out)
-        assert (result["verdict"], result["b"], result["p"]) == ("keep", "wider", pytest.approx(test.pvalue, rel=1e-4))
+        assert (result["verdict"], result["idea"], result["pairs"]) == ("keep", "wider", 8)
+        assert result["p"] == pytest.approx(test.pvalue, rel=1e-4)
         assert result["interval"] == pytest.approx(test.confidence_interval(1 - result["level"]), rel=1e-4)
     judge_pairs(path, load_campaign(tmp_path))
     assert capsys.readouterr().out == "" and len(load_campaign(tmp_path).ledger) == 1

@@ -40,7 +40,7 @@ def test_the_numbers_are_those_of_the_study(finish, tmp_path):
     assert row["verdict"] == "lower" and row["pairs"] == "6"
     table = pd.read_csv(tmp_path / "differences.csv")
     assert table[["low", "mean", "high"]].iloc[0].tolist() == pytest.approx([low, comparison.effect.estimate, high])
-    assert float(row["p (Holm)"]) == pytest.approx(comparison.p_holm, rel=1e-4)
+    assert float(row["p (Holm)"]) == pytest.approx(comparison.p_holm, rel=5e-3)
     assert rows_of(shown, "Arms")[0]["nats per token"].split()[0] == loss
 
 
