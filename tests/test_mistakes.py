@@ -58,7 +58,7 @@ generate RUN --chat -> .*RUN/best has no chat template, so it only continues tex
 generate RUN --prompt a --max-new-tokens 0 -> --max-new-tokens, .* must be at least 1
 ablate nothere -> nothere is no file, experiment or study
 ablate reprot nothere -> reprot is no .* Did you mean report\?
-ablate report -> report needs one folder of results
+ablate report -> Missing from ablate.py report: FOLDER
 train --freeze --norm rms -> --freeze needs a value
 train --resume -> --resume needs a value
 generate RUN --merge NEW -> --merge: .* is no adapter
