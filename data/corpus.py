@@ -117,7 +117,7 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
     )
     if size < 1.6 * (len(train) + len(validation)):
         description += (
-            "\n  note: tokens are single bytes, as the tokenizer was made of another text; train anew, without it"
+            "\n  note: tokens are nearly single bytes; a tokenizer made of this text, with enough pieces, is better"
         )
     has_long_tokens = size > 10 * (len(train) + len(validation))
     if has_long_tokens:
