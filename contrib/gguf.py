@@ -81,6 +81,7 @@ def write_gguf(directory: Path, out: Path, dtype: str = "auto", *, name: str = "
     if dtype == "auto":
         stored_dtype = str(checkpoint.common_dtype(["model.embed_tokens.weight"])).removeprefix("torch.")
         dtype = stored_dtype if stored_dtype in DTYPES else "float32"
+    out.parent.mkdir(parents=True, exist_ok=True)
     with writing(out), tempfile.TemporaryDirectory(dir=out.parent) as folder:
         if checkpoint.adapter is not None:
             merge(checkpoint, tokenizer, ends, Path(folder, "merged"))
