@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+from tqdm import tqdm
+
 from checkpoints.pretrained import load_pretrained
 from errors import UserError, is_main_process
 from files import LOCK, locked
@@ -72,5 +74,7 @@ def evaluate_checkpoint(settings: Settings) -> None:
     model = load_pretrained(directory, device=device, compute_dtype=dtype)
     text = f"all of {', '.join(data.data)}, also what a run on it trains on"
     print(f"{directory} on {text}, in windows of {data.sequence_length} tokens")
-    batches = corpus.all_batches(data.sequence_length, data.micro_batch())
+    sizes = data.sequence_length, data.micro_batch()
+    count = sum(1 for _ in corpus.all_batches(*sizes))
+    batches = tqdm(corpus.all_batches(*sizes), "evaluating", count, unit="batch", leave=False, disable=None)
     print(evaluate(model, batches, corpus.everything_bytes, device))
