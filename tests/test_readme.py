@@ -99,7 +99,7 @@ def test_the_example_of_a_norm_consists_of_lines_of_the_source():
     blocks = re.findall(r"```python\n(.*?)```", section("Compare two settings"), re.DOTALL)
     code = "".join(blocks).replace("mine", "dyt")  # under another name than in the source
     lines = [line.split("  #")[0].strip() for line in code.splitlines()]
-    assert len(lines) == 4
+    assert len(lines) == 3
     assert [line for line in lines if line not in source_lines] == []
 
 
