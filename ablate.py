@@ -79,6 +79,8 @@ def parse(arguments: list[str], judging: bool = False) -> Command:
         parse_flags(Command, args=without_help, **options)  # raises what is wrong
     if (not judging and (first.campaign or first.pairs)) or (not first.campaign and (first.adopt or first.fdr)):
         raise UserError("--campaign and --pairs belong to judge, and --fdr and --adopt to judge --campaign FOLDER.")
+    if first.campaign and first.b is None and not first.pairs:  # the ledger names an idea by its settings
+        raise UserError('--campaign judges an idea at a time: give it as --b "SETTING=VALUE", or as --pairs FILE.')
     if first.campaign and first.out:
         raise UserError("the results of an idea are in the folder of --campaign; leave out --out.")
     plan = starting_plan(first, judging)
@@ -117,8 +119,9 @@ def starting_plan(command: Command, judging: bool) -> Plan:
     if not arms and not vary and (command.plan_file or not judging):
         return load_plan(find_plan(command.plan_file or "norms"))
     plan = load_plan(find_plan(command.plan_file)) if command.plan_file else Plan(config=command.plan.config)
-    flags = (command.plan_file, a, b, *command.varied)
-    words = (command.plan_file and plan.name, a, b, *command.varied)
+    config = [plan.config] if not command.plan_file and plan.config != Plan.config else []
+    flags = (command.plan_file, a, b, *command.varied, *config)
+    words = (command.plan_file and plan.name, a, b, *command.varied, *config)
     text = re.sub(r"[^\w.]+", "-", " ".join(filter(None, words))).strip("-")
     name = f"{text[:48]}-{hashlib.blake2b(repr(flags).encode(), digest_size=3).hexdigest()}"
     return dataclasses.replace(plan, name=name, arms=arms or plan.arms, vary=plan.vary | vary)

@@ -16,7 +16,7 @@ from checkpoints.find import find_adapter, find_checkpoint, newest_run, tokenize
 from data.tokenizer import load_tokenizer
 from errors import UserError, fit_stdout, log
 from flags import parse_flags
-from generation.settings import Settings, read_prompts, recommended_sampling
+from generation.settings import Settings, read_prompts, recommended_sampling, use_recommended
 
 
 def main() -> None:
@@ -33,7 +33,7 @@ def main() -> None:
         parse_flags(Settings, prog="generate.py")  # raises what is wrong
     checkpoint = find_checkpoint(newest_run() if settings.run is None else settings.run)
     recommended = None if settings.merge else recommended_sampling(checkpoint, settings.adapter)
-    follow = recommended is not None and (settings.chat or recommended.temperature > 0)  # a text would repeat itself
+    follow = use_recommended(recommended, settings.chat)
     if follow:
         settings = parse_flags(Settings, prog="generate.py", default=Settings(sampling=recommended))
     sys.stdout.reconfigure(newline="\n")  # the same bytes on Windows

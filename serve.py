@@ -34,6 +34,7 @@ def main(
     runs: Annotated[tuple[str, ...], optional("[RUN ...]"), tyro.conf.Positional] = (),
     host: str = "127.0.0.1",
     port: int = 8000,
+    device: str = "auto",
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto",
 ) -> None:
     """Serve models to a browser, two side by side, and to clients of OpenAI's API under /v1.
@@ -42,6 +43,7 @@ def main(
         runs: Runs, checkpoint directories or models of the Hugging Face Hub. Default: the newest run in runs/.
         host: Address to listen on. 0.0.0.0 lets the whole network in, without a password.
         port: Port to listen on (0: any).
+        device: As in generate.py.
         dtype: As in generate.py.
     """
     directories = {run: find_checkpoint(run) for run in runs or [str(newest_run())]}
@@ -54,7 +56,7 @@ def main(
         raise UserError(f"cannot listen on port {port} of {host} ({reason}); give another --port or --host.") from None
     from serving.server import Server  # imports torch
 
-    server = Server(directories, host, dtype)
+    server = Server(directories, host, dtype, device)
     served = ", ".join(describe(directory) for directory in directories.values())
     print(f"http://{host}:{listener.getsockname()[1]}/ serves {served} (Ctrl-C ends it)", flush=True)
     gc.freeze()  # else a body of many lists stops all answers for half a second, to look for cycles in all of torch

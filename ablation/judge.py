@@ -174,7 +174,7 @@ class Campaign:
 def load_campaign(folder: Path, fdr: float | None = None, adopt: bool = False) -> Campaign:
     """The campaign of a folder, which need not exist. fdr: 0.1 by default, and fixed by the first line."""
     ledger = read_lines(folder / LEDGER, LedgerLine)
-    fixed = ledger[0].fdr if ledger else fdr or 0.1
+    fixed = ledger[0].fdr if ledger else 0.1 if fdr is None else fdr
     if not 0 < fixed < 1:
         raise UserError(f"--fdr {fixed:g} must be above 0 and below 1.")
     if fdr not in (None, fixed):

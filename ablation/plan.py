@@ -174,8 +174,10 @@ def arm_settings(plan: Plan, arm: Arm) -> Settings:
     given = {"steps": plan.steps} if plan.steps else {}
     settings = replace_settings(base_settings(plan.config), given | arm.settings)
     steps = settings.optimizer.steps
-    warmup = min(settings.optimizer.warmup_steps, max(steps // 10, 1))
-    return replace_settings(settings, {"warmup_steps": warmup, "evaluate_every": max(1, steps // EVALUATIONS)})
+    changes = {"evaluate_every": max(1, steps // EVALUATIONS)}
+    if "steps" in given | arm.settings and "warmup_steps" not in arm.settings:  # the config's is for its own steps
+        changes["warmup_steps"] = min(settings.optimizer.warmup_steps, max(steps // 10, 1))
+    return replace_settings(settings, changes)
 
 
 def run_settings(plan: Plan, run: Run) -> Settings:

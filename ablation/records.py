@@ -57,16 +57,20 @@ def as_table(rows: list[Row]) -> pd.DataFrame:
 
 def append(path: Path, *records: dict) -> None:
     """Append one line for each, atomically."""
-    before = path.read_bytes() if path.is_file() else b""
+    before = b"".join(line + b"\n" for line in complete_lines(path))
     with replacing(path) as file:
-        file.write(before[: before.rfind(b"\n") + 1] + msgspec.json.Encoder().encode_lines(records))
+        file.write(before + msgspec.json.Encoder().encode_lines(records))
+
+
+def complete_lines(path: Path) -> list[bytes]:
+    """The lines of a file of JSON, without a last one that was cut short; none if there is no file."""
+    *lines, last = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    return [*lines, last] if last.endswith(b"}") else lines
 
 
 def read_lines(path: Path, line_type: type = dict) -> list:
-    """The lines of a file of JSON; none if there is no file. A last one that was cut short is left out."""
-    *lines, last = path.read_bytes().split(b"\n") if path.is_file() else [b""]
     values = []
-    for number, line in enumerate([*lines, last] if last.endswith(b"}") else lines, 1):
+    for number, line in enumerate(complete_lines(path), 1):
         with reading(f"{path}, line {number},", "correct or delete the line"):
             values.append(msgspec.json.decode(line, type=line_type))
     return values

@@ -1,7 +1,7 @@
 """The harness: what is compared takes turns, and every speed stands beside a limit that the machine reached.
 
-A record, such as those in speed/, is a JSON object: the command, the machine, and tables of seconds by program and
-section. It is the last line of a benchmark whose output goes to a file or a pipe.
+A record, as in speed/ (older ones without the command), is a JSON object: the command, the machine, and tables of
+seconds by program and section. It is the last line of a benchmark whose output goes to a file or a pipe.
 The programs of `benchmarks.decoding` time themselves; all else is timed by `block`.
 """
 
@@ -37,7 +37,7 @@ def default_device() -> torch.device:
 def measure(makers: dict[str, Callable[[], Blocks]], turns: int) -> tuple[dict[str, dict], dict[str, str]]:
     """Seconds by program and section, and why a program cannot run. `makers` make the blocks of each program.
 
-    Equal places in two lists were measured next to each other. Before the first turn every block runs once, to compile
+    Item i of every list is from turn i. Before the first turn every block runs once, to compile
     and to fill caches.
     """
     programs = {}

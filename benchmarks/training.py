@@ -84,6 +84,8 @@ def compare(
 ) -> dict:
     """Time every norm in every variant of a changed configuration, and print a table; returns it for a record."""
     keep_freed_memory()
+    if any(variant.startswith(TRANSFORMERS) for variant in variants):
+        changes = {**changes, "optimizer": "adamw"}  # that of transformers' users
     settings = replace_settings(load_settings(config_path(config)), changes)
     device = timing.default_device()
     makers = {}

@@ -134,6 +134,11 @@ def recommended_sampling(directory: Path, adapter: str | None = None) -> Samplin
         raise UserError(f"{path} cannot be read ({str(error).rstrip('.')}); correct or delete it.") from None
 
 
+def use_recommended(recommended: Sampling | None, is_chat: bool) -> bool:
+    """Whether a model's recommended sampling is the default: not a greedy one for a text, which would repeat itself."""
+    return recommended is not None and (is_chat or recommended.temperature > 0)
+
+
 def read_prompts(settings: Settings) -> list[str]:
     """The prompts of the command line, else those on standard input; none for a conversation in a terminal."""
     prompts = [*settings.prompt] if settings.text is None else [settings.text, *settings.prompt]

@@ -16,7 +16,7 @@ from errors import UserError, reading
 from files import read_json, read_toml
 from generation.generate import PrefixCache, check_prompts, generate
 from generation.load import load_decoder, open_model
-from generation.settings import Sampling, recommended_sampling
+from generation.settings import Sampling, recommended_sampling, use_recommended
 from generation.stream import TextStream
 from model.cache import KeyValueCache
 from model.config import ModelConfig
@@ -149,9 +149,11 @@ class ServedModel:
         checkpoint, self.tokenizer, self.eos_ids = open_model(directory)
         self.decoder = load_decoder(checkpoint, device, dtype)
         self.prefix = PrefixCache()
-        self.sampling = recommended_sampling(directory) or Sampling()  # default of chats
+        recommended = recommended_sampling(directory)
+        self.chat_sampling = recommended or Sampling()
+        self.text_sampling = recommended if use_recommended(recommended, is_chat=False) else Sampling()
         self.vocab_size = min(self.tokenizer.vocab_size, checkpoint.config.vocab_size)
-        self.card = model_card(name, directory, checkpoint.config, self.tokenizer, self.sampling)
+        self.card = model_card(name, directory, checkpoint.config, self.tokenizer, self.chat_sampling)
 
     @explain_out_of_memory("out of memory; send a shorter prompt, or ask for fewer samples.")
     @torch.inference_mode()

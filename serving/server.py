@@ -4,6 +4,7 @@ import asyncio
 import json
 import secrets
 import time
+import traceback
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,7 +36,7 @@ class Server(uvicorn.Server):
             routing.Route("/inspect", self.inspect, methods=["POST"]),
         ]
         # Against DNS rebinding: a page of another site can send requests here, but with that site's name as Host.
-        names = "localhost", "{a:int}.{b:int}.{c:int}.{d:int}", host
+        names = ["localhost", "{a:int}.{b:int}.{c:int}.{d:int}", "{name}" if host == "0.0.0.0" else host]
         self.paths = ", ".join(route.path.replace("{id:path}", "MODEL") for route in routes)
         hosts = [routing.Host(name, routing.Router(routes, default=self.refuse_path)) for name in names]
         handlers = {exceptions.HTTPException: refuse, Exception: refuse}
@@ -55,7 +56,7 @@ class Server(uvicorn.Server):
         raise exceptions.HTTPException(404, f"there is no path {scope['path']}, only {self.paths}")
 
     def read(self, content: bytes, kind: type[Request | InspectRequest]) -> Request | InspectRequest:
-        """The request of a body, in which null means nothing. The model of a chat has defaults for its sampling."""
+        """The request of a body, in which null means nothing. Its sampling has the defaults of the model."""
         with reading("the request", "see docs/serve.md"):
             values = msgspec.json.decode(content, type=dict).items()
             fields = {"model": next(iter(self.models))} | {name: value for name, value in values if value is not None}
@@ -63,8 +64,10 @@ class Server(uvicorn.Server):
                 fields["max_tokens"] = fields["max_completion_tokens"]
             if fields.get("top_k") == -1:  # as vLLM writes "all"
                 fields["top_k"] = 0
+            default = Sampling()
             model = self.models.get(str(fields["model"]))
-            default = model.sampling if model is not None and kind is ChatRequest else Sampling()
+            if model is not None:
+                default = model.chat_sampling if kind is ChatRequest else model.text_sampling
             return msgspec.convert(fields | {"sampling": msgspec.convert(vars(default) | fields, Sampling)}, kind)
 
     async def answer(self, http: requests.Request) -> responses.Response:
@@ -146,6 +149,8 @@ def refuse(http: requests.Request, error: Exception) -> responses.JSONResponse:
     message = getattr(error, "detail", str(error) if status < 500 else repr(error))
     if status == 405:
         message = f"{http.url.path} does not take {http.method}; use {error.headers['Allow']}"
+    if status >= 500:
+        traceback.print_exception(error)
     kind = "invalid_request_error" if status < 500 else "server_error"
     about = {"message": message, "type": kind, "param": None, "code": getattr(error, "code", None)}
     return responses.JSONResponse({"error": about}, status)

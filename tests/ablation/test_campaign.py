@@ -15,7 +15,7 @@ import ablate
 from ablation import execute
 from ablation.judge import judge_pairs, load_campaign, lond_level, read_pairs
 from ablation.plan import run_settings
-from ablation.records import read_lines
+from ablation.records import append, read_lines
 from ablation.run import settings_hash
 from errors import UserError
 from tests.ablation.simulated import arm_with_itself, recorded_comparisons, simulate
@@ -84,10 +84,17 @@ def test_a_ledger_gives_new_seeds_stricter_levels_and_what_was_kept_as_baseline(
     monkeypatch.setattr("sys.argv", ["ablate.py", "report", f"{tmp_path}"])
     assert ablate.main() == 0 and (tmp_path / "report.md").read_text(encoding="utf-8") == report
     path = tmp_path / "campaign.jsonl"
+    path.write_text(path.read_text().rstrip())  # as an editor may leave it
+    append(path, *read_lines(path)[1:])
+    assert read_lines(path) == [first, second, second]
+    with pytest.raises(UserError, match="give it as --b"):
+        judge("--vary", "norm=layer,rms", loss=better)
+    with pytest.raises(UserError, match="--fdr 0 must be above 0"):
+        load_campaign(tmp_path / "another", 0)
     with pytest.raises(UserError, match=r"--fdr 0.2: .* began with 0.1, which holds for all its ideas"):
         load_campaign(tmp_path, 0.2)
     path.write_text(path.read_text() + '{"idea": "norm=layer"}\n')
-    with pytest.raises(UserError, match=r"campaign.jsonl, line 3, cannot be read"):
+    with pytest.raises(UserError, match=r"campaign.jsonl, line 4, cannot be read"):
         load_campaign(tmp_path)
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import ablate
-from ablation.plan import STUDIES, Plan, find_plan, load_plan, save_plan
+from ablation.plan import STUDIES, Plan, arm_settings, find_plan, load_plan, save_plan
 from errors import UserError
 
 GRID = {"norm": ["layer", "rms"], "qk_norm": [False, True]}
@@ -34,6 +34,15 @@ def test_a_sweep_is_the_default_where_one_learning_rate_would_be_unfair():
         assert rates(plan) == (2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
         assert rates(dataclasses.replace(plan, learning_rates=(1e-3,))) == (1e-3,)
         assert rates(dataclasses.replace(plan, learning_rates=(2e-3, 1e-3))) == (1e-3, 2e-3)
+
+
+def test_a_warm_up_shrinks_with_the_steps_of_a_plan_but_never_one_that_an_arm_asks_for():
+    def warm_ups(**fields) -> list[int]:
+        plan = Plan(**fields)
+        return [arm_settings(plan, arm).optimizer.warmup_steps for arm in plan.all_arms.values()]
+
+    assert warm_ups(vary={"warmup_steps": [20, 500]}, steps=30) == [20, 500]
+    assert warm_ups(vary={"steps": [30, 2400]}) == [3, 60] and warm_ups(vary=GRID, steps=300) == [30] * 4
 
 
 @pytest.mark.parametrize(
@@ -82,4 +91,5 @@ def test_ideas_that_begin_alike_or_swap_their_arms_have_folders_of_their_own():
     long = "weight_decay=0.5 qk_norm=true learning_rate=0.002 warmup_steps=40 steps="
     pairs = [("", long + "600"), ("", long + "1200"), (long + "600", ""), ("", "qk_norm=true"), ("qk_norm=true", "")]
     names = {ablate.parse(["--a", a, "--b", b]).plan.name for a, b in pairs}
-    assert len(names) == len(pairs)
+    names |= {ablate.parse(["--vary", "norm=layer,rms", "--config", name]).plan.name for name in ("ablation", "tiny")}
+    assert len(names) == len(pairs) + 2

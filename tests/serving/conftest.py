@@ -18,11 +18,11 @@ pytest.importorskip("uvicorn", reason="needs starlette and uvicorn")
 
 
 @contextlib.contextmanager
-def served(*directories):
+def served(*directories, host="127.0.0.1"):
     """A running server of the directories, under their names."""
     from serving.server import Server
 
-    server = Server({path.name: path for path in directories}, "127.0.0.1", device="cpu")
+    server = Server({path.name: path for path in directories}, host, device="cpu")
     listener = socket.create_server(("127.0.0.1", 0))
     server.port = listener.getsockname()[1]
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

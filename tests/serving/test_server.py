@@ -22,7 +22,8 @@ from errors import UserError
 from generation import generate
 from generation.settings import Sampling
 from model.decoder import Decoder
-from serving.answer import ServedModel, by_text
+from serving.answer import ChatRequest, CompletionRequest, ServedModel, by_text
+from serving.server import Server
 from tests.serving.conftest import served
 
 openai = pytest.importorskip("openai", reason="needs the package openai")
@@ -73,6 +74,21 @@ def test_the_text_equals_that_of_generate_py_streamed_or_not(client, directories
     assert "".join(parts) == whole.choices[0].text and len(parts) > 10
     answer = client.chat.completions.create(model="chat", messages=HELLO, **options).choices[0].message.content
     assert answer + "\n" == output(directories[0], ["hello"], chat=True, **settings)[0]
+
+
+def test_the_sampling_of_a_model_is_the_default_and_a_text_is_not_greedy(directories, tmp_path):
+    for do_sample, text in ((True, Sampling(temperature=0.7, top_k=50)), (False, Sampling())):
+        model = shutil.copytree(directories[0], tmp_path / f"{do_sample}")
+        (model / "generation_config.json").write_text(json.dumps({"do_sample": do_sample, "temperature": 0.7}))
+        server = Server({"model": model}, "0.0.0.0", device="cpu")
+        assert server.read(b'{"prompt": "a"}', CompletionRequest).sampling == text
+        chat = text if do_sample else Sampling(temperature=0)
+        assert server.read(json.dumps({"messages": HELLO}).encode(), ChatRequest).sampling == chat
+
+
+def test_a_server_for_the_whole_network_answers_under_every_name(directories):
+    with served(*directories, host="0.0.0.0") as server:
+        assert post(server, {"prompt": "a", "max_tokens": 1}, Host="mybox.local")[0] == 200
 
 
 def test_samples_stop_strings_and_models(client, server, monkeypatch):
@@ -146,11 +162,12 @@ def test_several_prompts_are_answered_in_order_as_if_alone_and_an_echo_begins_wi
         assert ids == prompts[i // 2] if i < 4 else echo.text == prompts[2] + a.text
 
 
-def test_a_fault_of_the_server_is_500_and_its_message_no_advice(server, monkeypatch):
+def test_a_fault_of_the_server_is_500_its_message_no_advice_and_its_traceback_is_printed(server, monkeypatch, capfd):
     monkeypatch.setattr("serving.answer.encode_prompt", lambda *_: {}["oops"])
     for stream in (False, True):
         status, body = post(server, {"model": "text", "prompt": "a", "stream": stream})
         assert status == 500 and body["error"]["message"] == "KeyError('oops')"
+        assert "Traceback (most recent call last)" in capfd.readouterr().err
 
 
 def test_what_arrives_of_a_body_is_counted(server):
