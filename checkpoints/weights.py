@@ -21,7 +21,7 @@ SIDE_FILES = ("*.json", "*.model", "*.jinja", "merges.txt")
 PICKLED = "pickled weights, which can run code and are never opened; save them with transformers as safetensors"
 # The first four bytes of a file -> what a directory without safetensors has, and what to do.
 OTHER_FORMATS = {b"GGUF": "GGUF weights, which are only written here; give the model that they were made from"}
-OTHER_FORMATS |= dict.fromkeys((b"PK\3\4", b"\x80\2\x8a\n", b""), PICKLED)  # from torch.save, today and before 2020
+OTHER_FORMATS |= dict.fromkeys((b"PK\3\4", b"\x80\2\x8a\n"), PICKLED)  # from torch.save, today and before 2020
 
 
 @dataclass(frozen=True)

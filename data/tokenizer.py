@@ -76,13 +76,14 @@ class Tokenizer:
         """Encode a text whose special tokens are tokens, as in the text that a chat template writes.
 
         `mark` is removed once they are found: what it breaks is plain text. Offsets count the marks' characters, too.
+        No other thread may encode meanwhile, as it would read special tokens, too.
         """
         normalizer, remove_mark = self._tokenizer.normalizer, normalizers.Replace(mark, "")
         steps = [remove_mark] if normalizer is None else [remove_mark, normalizer]
         self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizers.Sequence(steps), False
         try:
             with reading(self.folder / "tokenizer.json"):
-                return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]  # lets other threads run
+                return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
         finally:
             self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizer, True
 

@@ -95,7 +95,8 @@ class ModelConfig:
     """Whether the norms have a bias. Default: layer, center, group, batch, dyt and derf do; rms, prms, offset and l2 do
     not. srms and none have no parameters, and never a bias."""
     norm_eps: PositiveFloat = 1e-5
-    """Added to the mean square (LayerNorm: the variance) under the square root, so that nothing is divided by zero."""
+    """Added to the mean square (LayerNorm: the variance) under the square root, with l2 to the length, so that nothing
+    is divided by zero."""
     attention_bias: bool = False
     """Whether the query, key and value projections have biases, as in Qwen2."""
     attention_output_bias: Annotated[bool, Suppress] = False  # no flag: it comes with loaded weights

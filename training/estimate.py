@@ -23,7 +23,7 @@ STEPS = 3
 MAX_SECONDS = 20  # of measuring: no further step begins
 QUICK_FLOPS, MAX_FLOPS = 5e11, 5e12  # work of a pass that a CPU measures: seconds, and at most a minute
 MAX_TEXT = 30e6  # bytes of the files that a dry run prepares as training does: seconds
-BYTES_PER_TOKEN = 3.5  # of a larger text: see TOKENIZER_BYTES in data/train_tokenizer.py
+BYTES_PER_TOKEN = 3.5  # of a larger text: see SAMPLE_SIZE in data/train_tokenizer.py
 
 
 def estimate(settings: Settings) -> float:

@@ -1,8 +1,8 @@
 """AdamW or Muon, with weight decay on matrices, and a separate learning rate for embedding and head.
 
 Of the vectors, which decay would switch off, only the parameters of norms whose row in `NORMS` says so decay. A row of
-the embedding, or of the head, learns only when its token occurs, so these two take a larger learning rate than the
-matrices that learn from every token (as in Yang et al. 2022, Tensor Programs V, table 3).
+the embedding, or of the head, learns only when its token occurs, so these two can take a larger learning rate
+than the matrices, which learn from every token (as in Yang et al. 2022, Tensor Programs V, table 3).
 """
 
 import fnmatch

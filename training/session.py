@@ -224,9 +224,14 @@ def prepare_training(
 
 
 def fixed_settings(settings: Settings) -> dict[str, object]:
-    """The settings that a resumed run must keep; with another split it would validate on what it was trained on."""
+    """The settings that a resumed run must keep.
+
+    With another split it would validate on what it was trained on, with other sequences read text twice or never, and
+    with those or another mask compare losses that mean something else.
+    """
     values = vars(settings.run) | vars(settings.data) | vars(settings.optimizer)
-    names = ("optimizer", "lora", "lora_alpha", "seed", "tokenizer", "validation_fraction", "validation_salt")
+    names = ["optimizer", "lora", "lora_alpha", "seed", "tokenizer", "validation_fraction", "validation_salt"]
+    names += ["sequence_length", "document_mask"]
     return {name: values[name] for name in names} | vars(settings.model)
 
 

@@ -1,6 +1,7 @@
 """From text to token streams, and what the cache holds after kills, changes of the text and other processes."""
 
 import io
+import json
 import lzma
 import os
 import random
@@ -101,12 +102,15 @@ def test_the_tokenizer_is_trained_on_a_sample_from_all_of_the_text_without_valid
     monkeypatch.setattr(train_tokenizer, "train_tokenizer", spy)
     corpus = prepared(tmp_path)
     assert set(seen[0]) == set(documents_of(corpus.train, corpus.tokenizer))
-    monkeypatch.setattr(train_tokenizer, "TOKENIZER_BYTES", sum(len(text.encode()) for text in texts) // 5)
-    monkeypatch.setattr(train_tokenizer, "SAMPLE_BYTES", 1000)
+    monkeypatch.setattr(train_tokenizer, "SAMPLE_SIZE", sum(map(len, texts)) // 5)
     prepared(tmp_path, vocab_size=410)
-    assert 40 < len(seen[1]) < 80 and not set(seen[1]) - set(seen[0])
-    places = [texts.index(text) for text in seen[1]]
-    assert min(places) < 40 and max(places) > 360
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    prepared(tmp_path, vocab_size=410, data=(str(rows),))
+    for sample in seen[1:]:  # of many files and of one
+        assert 40 < len(sample) < 100 and not set(sample) - set(seen[0])
+        places = [texts.index(text) for text in sample]
+        assert min(places) < 40 and max(places) > 360
 
 
 def test_only_other_text_another_vocabulary_or_another_split_are_prepared_anew(tmp_path, monkeypatch):

@@ -55,6 +55,8 @@ def test_resuming_with_another_text_tokenizer_model_or_optimizer_says_what_diffe
         ("--data", str(tmp_path / "other.txt"), "the text differs"),
         ("--norm", "layer", "norm: rms -> layer"),
         ("--optimizer", "adamw", "optimizer: muon -> adamw"),
+        ("--sequence-length", "8", "sequence_length: 32 -> 8"),
+        ("--document-mask", "True", "document_mask: False -> True"),
         ("--tokenizer", str(stopped_run / "last"), "tokenizer: None -> "),
     ):
         with pytest.raises(UserError, match=f"cannot be resumed: {message}"):
