@@ -63,7 +63,9 @@ def test_resuming_with_another_text_tokenizer_model_or_optimizer_says_what_diffe
     assert step_of(stopped_run) == 5
 
 
-@pytest.mark.parametrize("change", ["document_mask = true", "validation_salt = 9", "validation_fraction = 0.6", "seed = 2", "norm_eps = 0.5"])
+@pytest.mark.parametrize(
+    "change", ["document_mask = true", "validation_salt = 9", "validation_fraction = 0.6", "seed = 2", "norm_eps = 0.5"]
+)
 def test_an_edited_file_of_settings_does_not_change_what_a_run_must_keep(stopped_run, change):
     path, name = stopped_run / "settings.toml", change.partition(" =")[0]
     path.write_text(re.sub(rf"^{name} = .*$", change, path.read_text(), flags=re.MULTILINE))
