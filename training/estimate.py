@@ -57,11 +57,15 @@ def estimate(settings: Settings) -> float:
 def print_memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> None:
     """Print the memory of a process alone and, with --shard, of one of several."""
     sizes = memory(settings, dtype, device)
-    listed = ", ".join(f"{what} {format_bytes(size)}" for what, size in sizes.items())
+    listed = ", ".join(f"{what} {format_bytes(size)}" for what, size in sizes.items() if size > 0)
     micro_batch = f"a micro-batch of {settings.data.micro_batch()} in {str(dtype).removeprefix('torch.')}"
-    print(f"memory    {format_bytes(sum(sizes.values()))}: {listed} for {micro_batch}", flush=True)
+    config = settings.model
+    is_usual = config.norm in ("rms", "layer") and config.mlp == "swiglu" and not config.qk_norm
+    prefix = "" if is_usual and kernels.implementation(device) is not kernels.reference else "at least "
+    print(f"memory    {prefix}{format_bytes(sum(sizes.values()))}: {listed} for {micro_batch}", flush=True)
     if settings.machine.shard:
-        # Undivided: also the gathered weights of embedding, head and two layers, and their gradients.
+        # Undivided: also the gathered weights of embedding, head and two layers, and their gradients; no other copies.
+        del sizes["copies of them"]
         each = sizes.pop("activations") + 8 * num_parameters(dataclasses.replace(settings.model, num_hidden_layers=2))
         if settings.optimizer.optimizer == "muon":  # a process has the complete matrices that it orthogonalizes
             sizes["orthogonalized"] = 8 * num_parameters(settings.model)
@@ -70,19 +74,27 @@ def print_memory(settings: Settings, dtype: torch.dtype, device: torch.device) -
 
 
 def memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
-    """Bytes of the weights, and of the gradients, moments and activations that learning them takes."""
+    """Bytes of the weights and their copies in `dtype`, and of gradients, moments and activations."""
     model, data, rank = settings.model, settings.data, settings.run.lora
     learned = 4 * (num_parameters(model) if rank is None else adapter_parameters(model, rank))
-    weights = learned if rank is None else learned + dtype.itemsize * num_parameters(model)  # and the frozen model
-    one_moment = 4 * model.num_hidden_layers * layer_matrices(model) if settings.optimizer.optimizer == "muon" else 0
+    frozen = 0 if rank is None else dtype.itemsize * num_parameters(model)
+    matrices = model.num_hidden_layers * layer_matrices(model)
+    head = model.vocab_size * model.hidden_size
+    one_moment = 4 * matrices if settings.optimizer.optimizer == "muon" else 0
     tokens = data.micro_batch() * data.sequence_length
     fused = kernels.implementation(device) is kernels.gpu
     logits = tokens * dtype.itemsize * model.vocab_size  # or their gradient
-    if fused:  # some tokens at a time
-        logits = min(logits, kernels.gpu.WORKSPACE)
-    activations = tokens * dtype.itemsize * kept_elements(settings, fused) + logits
-    moments = 2 * learned - one_moment  # AdamW keeps two, Muon one
-    return {"weights": weights, "gradients": learned, "moments": moments, "activations": activations}
+    copied = matrices + head
+    if fused:  # some tokens at a time; the gradients of the head and its input are made at once, in float32
+        logits = min(logits, kernels.gpu.WORKSPACE) + 4 * (tokens * model.hidden_size + head)
+        copied = matrices
+    return {
+        "weights": learned + frozen,
+        "copies of them": dtype.itemsize * copied if rank is None and dtype != torch.float32 else 0,  # of products
+        "gradients": learned,
+        "moments": 2 * learned - one_moment,  # AdamW keeps two, Muon one
+        "activations": tokens * dtype.itemsize * kept_elements(settings, fused) + logits,
+    }
 
 
 def kept_elements(settings: Settings, fused: bool) -> int:

@@ -141,9 +141,9 @@ CPU = torch.device("cpu")
 MODELS = sorted(path for path in CONFIGS.glob("*.toml") if "[model]" in path.read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("rank", [None, 4])
+@pytest.mark.parametrize(("rank", "dtype"), [(None, torch.float32), (None, torch.bfloat16), (4, torch.float32)])
 @pytest.mark.parametrize("name", ["cpu", "gpu"])
-def test_the_formula_counts_what_the_forward_pass_keeps(settings, name, rank, monkeypatch):
+def test_the_formula_counts_what_the_forward_pass_keeps(settings, name, rank, dtype, monkeypatch):
     chosen, saved = pytest.importorskip(f"kernels.{name}"), {}
     monkeypatch.setattr(kernels, "implementation", lambda device: chosen)
 
@@ -151,7 +151,7 @@ def test_the_formula_counts_what_the_forward_pass_keeps(settings, name, rank, mo
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
         return tensor
 
-    model, tokens = Decoder(settings.model), torch.randint(0, 400, (8, 32))
+    model, tokens = Decoder(settings.model, compute_dtype=dtype), torch.randint(0, 400, (8, 32))
     if rank is not None:
         run = dataclasses.replace(settings.run, lora=rank, init_from="x")
         settings = dataclasses.replace(settings, run=run, optimizer=OptimizerSettings())
@@ -159,10 +159,12 @@ def test_the_formula_counts_what_the_forward_pass_keeps(settings, name, rank, mo
         learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         assert estimate.memory(settings, torch.float32, CPU)["gradients"] == 4 * learned
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(tokens, tokens)
+        model(tokens, tokens, token_weights=torch.rand(8, 32))
     weights = {p.data_ptr() for p in model.parameters()}
     size = sum(storage.nbytes() for address, storage in saved.items() if address not in weights)
-    assert estimate.memory(settings, torch.float32, CPU)["activations"] == pytest.approx(size, rel=0.05)
+    size += tokens.numel() * 400 * dtype.itemsize if name == "gpu" else 0  # logits, which it does not keep
+    sizes = estimate.memory(settings, dtype, CPU)
+    assert sizes["activations"] + sizes["copies of them"] == pytest.approx(size, rel=0.05)
     deep = dataclasses.replace(settings, model=dataclasses.replace(settings.model, num_hidden_layers=8))
     less = dataclasses.replace(deep, machine=dataclasses.replace(deep.machine, activation_checkpointing=True))
     assert estimate.kept_elements(less, fused=True) < 0.5 * estimate.kept_elements(deep, fused=True)
