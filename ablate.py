@@ -23,7 +23,7 @@ from typing import Annotated
 
 import tyro
 
-from ablation.plan import JUDGED_PAIRS, TYPES, Plan, base_settings, find_plan, load_plan
+from ablation.plan import JUDGED_PAIRS, STUDIES, TYPES, Plan, base_settings, find_plan, load_plan
 from errors import UserError, end, fit_stdout, printable
 from files import locked, read_json
 from flags import call_with_flags, optional, parse_flags
@@ -103,15 +103,20 @@ def starting_plan(command: Command, judging: bool) -> Plan:
     """The plan of the file, of --vary, or of --a and --b; with a name that tells it from others."""
     if "=" in (command.plan_file or ""):
         raise UserError(f"{command.plan_file} stands alone; settings of one flag are one text in quotes.")
-    if any(text.endswith(",") for text in command.varied):
-        raise UserError(f"--vary {' '.join(command.varied)} ends with a comma; write V,V without a space.")
+    for text in command.varied:
+        if "=" not in text:
+            raise UserError(f"--vary {text} has no values; write --vary {text}=V,V.")
+        if command.plan_file and not Path(command.plan_file).exists() and not (STUDIES / command.plan_file).exists():
+            raise UserError(f"{command.plan_file} is no plan; join values by commas: --vary {text.rstrip(',')},{command.plan_file}")
     a, b = command.a, command.b
-    if command.campaign and a is None and b is not None:
+    if command.campaign and b is not None:
         from ablation.judge import load_campaign  # imports matplotlib
 
-        baseline = load_campaign(command.campaign).baseline
-        a = "" if baseline == "default" else baseline
-        b = " ".join(f"{name}={value}" for name, value in (assignments(a) | assignments(b)).items())
+        campaign = load_campaign(command.campaign)
+        if a is None:
+            a = campaign.baseline.removeprefix("default")
+            b = " ".join(f"{name}={value}" for name, value in (assignments(a) | assignments(b)).items())
+        campaign.check_new(a or "default", b)
     arms = {text or "default": assignments(text) for text in (a, b) if text is not None}
     if len(arms) == 1:
         raise UserError('--a and --b need each other, and differ; --a "" is the config as it is.')
@@ -127,6 +132,16 @@ def starting_plan(command: Command, judging: bool) -> Plan:
     return dataclasses.replace(plan, name=name, arms=arms or plan.arms, vary=plan.vary | vary)
 
 
+def run_flags(plan: Plan) -> str:
+    """The flags that make the runs of a campaign: they stay from idea to idea."""
+    flags = [f"--config {plan.config}"]
+    if plan.steps:
+        flags.append(f"--steps {plan.steps}")
+    if plan.learning_rates:
+        flags.append(f"--learning-rates {' '.join(map(str, plan.learning_rates))}")
+    return " ".join(flags)
+
+
 def assignments(text: str) -> dict[str, str]:
     """The settings in a text such as `weight_decay=0.5 qk_norm=true`."""
     values: dict[str, str] = {}
@@ -134,6 +149,8 @@ def assignments(text: str) -> dict[str, str]:
         name, equals, value = assignment.partition("=")
         if not equals:
             raise UserError(f"{assignment} must be SETTING=VALUE; several are one text in quotes.")
+        if value.endswith(","):
+            raise UserError(f"{assignment} ends with a comma; spaces separate settings, commas alone values of --vary.")
         if name in values:
             raise UserError(f"{name} is given twice; --vary takes all values of a setting at once: {name}=V,V,V.")
         values[name] = value
@@ -172,13 +189,15 @@ def main() -> int:
                 folder = campaign.idea_folder(plan.name)
                 level = campaign.level
                 plan = dataclasses.replace(plan, first_seed=campaign.first_seed)
+                if not command.pairs:
+                    campaign.check_flags(run_flags(plan))
             if command.pairs:
                 judge.judge_pairs(command.pairs, campaign)
                 return 0
             status = execute.compare(plan, folder, command.device, command.jobs, command.ray, level, command.dry_run)
             if campaign and not status and not command.dry_run:
                 result = read_json(folder / report.JUDGE_RESULT)
-                campaign.add(*plan.all_arms, [*plan.phase_seeds["final"]], result)
+                campaign.add(*plan.all_arms, [*plan.phase_seeds["final"]], result, run_flags(plan))
             return status
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the process has ended

@@ -200,7 +200,8 @@ def estimate_runs(experiment: Experiment, torch_device: str) -> None:
             settings = replace_settings(arm_settings(experiment.plan, arm), {"device": torch_device})
             seconds += runs[name] * estimate(settings)
         lines = output.getvalue().splitlines()
-        print(f"a run of {name}:", *(line for line in lines if line not in lines_of_first), sep="\n", flush=True)
+        new_lines = [line for line in lines if line not in lines_of_first] or ["as above"]
+        print(f"a run of {name}:", *new_lines, sep="\n", flush=True)
         lines_of_first = lines_of_first or lines
     duration = format_time(seconds / len(experiment.workers))
     print(f"all runs that can start: {runs.total()}, {len(experiment.workers)} at once, about {duration} of training")

@@ -113,6 +113,7 @@ class LedgerLine:
     fdr: float
     next_baseline: str
     unit: str = ""  # of the difference; empty in older ledgers
+    flags: str | None = None  # those of the runs; None with --pairs
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,17 @@ class Campaign:
         """The first seed of the next idea, above the seeds of earlier ideas, of sweeps and of pilots."""
         return 1 + max([3000, *(max(line.seeds) for line in self.ledger)])
 
+    def check_new(self, baseline: str, idea: str) -> None:
+        """`UserError` if an idea has a verdict."""
+        if idea == baseline or any((line.idea, line.baseline) == (idea, baseline) for line in self.ledger):
+            raise UserError(f"{idea} has a verdict: {self.folder / 'report.md'}")
+
+    def check_flags(self, flags: str) -> None:
+        """`UserError` if the next idea's runs would not be like those of earlier ideas."""
+        for line in self.ledger:
+            if line.flags not in (None, flags):
+                raise UserError(f"the ideas of {self.folder} are judged with {line.flags}, not {flags}.")
+
     def idea_folder(self, name: str) -> Path:
         """The folder of the runs of the next idea; `UserError` where another idea has begun and has no verdict."""
         folder = self.folder / f"{len(self.ledger) + 1:03d}-{name}"
@@ -145,10 +157,11 @@ class Campaign:
                 raise UserError(f"{rows.parent} has no verdict; repeat the command that began it, or delete it.")
         return folder
 
-    def add(self, baseline: str, idea: str, seeds: list[int], result: dict) -> None:
+    def add(self, baseline: str, idea: str, seeds: list[int], result: dict, flags: str | None = None) -> None:
         """Append what judge said of an idea to the ledger, and write the report."""
         following = idea if self.adopt and result["verdict"] == "keep" else baseline
         own = {"baseline": baseline, "idea": idea, "seeds": seeds, "fdr": self.fdr, "next_baseline": following}
+        own["flags"] = flags
         self.ledger.append(msgspec.convert(result | own, LedgerLine))
         append(self.folder / LEDGER, vars(self.ledger[-1]))
         self.write_report()
@@ -187,7 +200,9 @@ def read_pairs(path: Path) -> dict[str, pd.Series]:
     columns = ["idea", "seed", "arm", "loss"]
     with reading(path, f"it needs rows with the columns {', '.join(columns)}"):
         rows = pd.DataFrame(read_lines(path)) if path.suffix == ".jsonl" else pd.read_csv(path)
-        rows = rows[columns]
+    if missing := [name for name in columns if name not in rows]:
+        raise UserError(f"{path} has no column {', '.join(missing)}; a CSV file has commas between its columns.")
+    rows = rows[columns]
     rows[["seed", "loss"]] = rows[["seed", "loss"]].apply(pd.to_numeric, errors="coerce")
     problems = {
         "it has no idea, or an arm other than a and b": rows.idea.isna() | ~rows.arm.isin(["a", "b"]),

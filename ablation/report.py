@@ -35,8 +35,9 @@ def describe(study: Study, workers: int) -> str:
     phases = Counter(run.phase.replace("rerun", "rerun (--rerun-seeds)") for run in study.remaining)
     counts = "; ".join(f"{count} {phase}" for phase, count in phases.items()) or "none"
     arms = (arm.name if arm.baseline else f"{arm.name} (baseline)" for arm in study.plan.all_arms.values())
+    differing = f"; they differ in {' and '.join(study.plan.varied)}" if len(study.plan.varied) > 1 else ""
     return (
-        f"arms: {'; '.join(arms)}\n"
+        f"arms: {'; '.join(arms)}{differing}\n"
         f"learning rates: {', '.join(map(str, rates))}{sweep}\n"
         f"final pairs: {study.pairs or 'as many as the pilot asks for'}; {limit}\n"
         f"runs: {len(study.rows)} done; can start, {workers} at once: {counts}"
@@ -91,8 +92,12 @@ def grid_effects(study: Study) -> list[tuple[Effect, float]]:
 
 
 def in_words(steps: dict | None) -> str | None:
-    """The result of `Study.in_steps` as text."""
-    return steps and "{percent:+.1f}% of the steps [{low:+.1f}, {high:+.1f}], by {source}".format(**steps)
+    """The result of `Study.in_steps` as text. Its values end at -50% and +100%."""
+    if steps is None:
+        return None
+    texts = {-50: "-50 or less", 100: "+100 or more"}
+    percent, low, high = (texts.get(steps[name], f"{steps[name]:+.1f}") for name in ("percent", "low", "high"))
+    return f"{percent}% of the steps [{low}, {high}], by {steps['source']}"
 
 
 def pairs_to_decide(c: Comparison) -> str | None:

@@ -64,10 +64,12 @@ train --resume -> --resume needs a value
 generate RUN --merge NEW -> --merge: .* is no adapter
 generate RUN --prompt a --adapter RUN -> .*RUN is no adapter, as it has no adapter_config.json
 ablate --a norm=rms -> --a and --b need each other
-ablate judge --campaign nowhere -> judge needs --b "SETTING=VALUE"
+ablate judge --campaign nowhere -> --campaign judges an idea at a time: give it as --b
 ablate --vary norm=rms -> a comparison needs two arms or more
 ablate --seed 5 -> Unrecognized options: --seed, 5; see --help. Did you mean --first-seed\?
-ablate --vary norm=layer, rms -> --vary norm=layer, ends with a comma; write V,V without a space
+ablate --vary norm=layer, rms -> rms is no plan; join values by commas: --vary norm=layer,rms
+ablate --vary weight_decay 0.1 -> --vary weight_decay has no values; write --vary weight_decay=V,V
+ablate judge --a "" --b "weight_decay=0.5, qk_norm=true" -> weight_decay=0.5, ends with a comma; spaces separate
 ablate --a x=1 y=2 -> y=2 stands alone; settings of one flag are one text in quotes
 ablate --vary freeze=,norms -> --freeze norms matches no parameter
 train --norms rms -> Unrecognized options: --norms, rms; see --help. Did you mean --norm\?
@@ -113,7 +115,7 @@ def folder(tmp_path_factory) -> Path:
         "broken.jsonl": b'{"text": "a"\n',
         "broken.parquet": b"PAR1",
         "pickled/config.json": (folder / "RUN" / "best" / "config.json").read_bytes(),
-        "pickled/pytorch_model.bin": b"",
+        "pickled/pytorch_model.bin": b"PK\3\4",
         "gguf/model.gguf": b"GGUF",
         "adapter/adapter_config.json": b'{"base_model_name_or_path": "nothere"}',
         "lfs/model.safetensors": b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",

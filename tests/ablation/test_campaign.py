@@ -87,6 +87,10 @@ def test_a_ledger_gives_new_seeds_stricter_levels_and_what_was_kept_as_baseline(
     path.write_text(path.read_text().rstrip())  # as an editor may leave it
     append(path, *read_lines(path)[1:])
     assert read_lines(path) == [first, second, second]
+    with pytest.raises(UserError, match=r"qk_norm=true weight_decay=0.5 has a verdict: .*report.md"):
+        judge("--b", "weight_decay=0.5", loss=better)
+    with pytest.raises(UserError, match=r"are judged with --config .*toml, not --config .*toml --steps 7"):
+        judge("--b", "norm=layer", "--steps", "7", loss=better)
     with pytest.raises(UserError, match="give it as --b"):
         judge("--vary", "norm=layer,rms", loss=better)
     with pytest.raises(UserError, match="--fdr 0 must be above 0"):
