@@ -199,10 +199,11 @@ def read_pairs(path: Path) -> dict[str, pd.Series]:
     """By idea the loss of b minus that of a, by seed, from a table of losses: CSV, or (.jsonl) lines of JSON."""
     columns = ["idea", "seed", "arm", "loss"]
     with reading(path, f"it needs rows with the columns {', '.join(columns)}"):
-        rows = pd.DataFrame(read_lines(path)) if path.suffix == ".jsonl" else pd.read_csv(path)
+        rows = pd.DataFrame(read_lines(path)) if path.suffix == ".jsonl" else pd.read_csv(path, dtype={"idea": str})
     if missing := [name for name in columns if name not in rows]:
         raise UserError(f"{path} has no column {', '.join(missing)}; a CSV file has commas between its columns.")
     rows = rows[columns]
+    rows["idea"] = rows.idea.map(str, na_action="ignore")
     rows[["seed", "loss"]] = rows[["seed", "loss"]].apply(pd.to_numeric, errors="coerce")
     problems = {
         "it has no idea, or an arm other than a and b": rows.idea.isna() | ~rows.arm.isin(["a", "b"]),
@@ -232,9 +233,11 @@ def judge_pairs(path: Path, campaign: Campaign | None) -> None:
                 raise UserError(f"{path}: {idea} and {other} share seed {seed}; each idea needs its own.")
     for idea, pairs in ideas.items():
         seeds = sorted(map(int, pairs.index))
-        if seeds[0] in judged_seeds:
+        if judged_seeds & {*seeds}:
             print(f"{idea} has a verdict: {campaign.folder / 'report.md'}", file=sys.stderr)
             continue
+        if np.ptp(pairs) < 1e-9 * abs(pairs).max():  # a test would be certain of it
+            raise UserError(f"{path}: all differences of {idea} are equal; give the losses with more digits.")
         result = decide(pairs.to_numpy(), 1, [len(seeds)], campaign.level if campaign else SIGNIFICANCE)
         result |= {"steps": None, "idea": idea, "pairs": len(seeds), "unit": f"that of {path.name}"}
         if campaign:

@@ -13,9 +13,12 @@ import tomli_w
 from msgspec import Meta
 from tyro.conf import Suppress, arg
 
+from checkpoints.families import load_config
+from checkpoints.find import find_checkpoint
 from errors import UserError
 from files import read_toml, replace_text
 from flags import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_fields, convert, nearest, optional
+from model.config import ModelConfig
 from training.settings import CONFIGS, Settings, config_path, load_settings, read_table
 
 STUDIES = CONFIGS.parent / "studies"
@@ -50,6 +53,16 @@ def label(name: str, value: object) -> str:
 def base_settings(config: str) -> Settings:
     """The settings of a configuration, read once."""
     return load_settings(config_path(config))
+
+
+@functools.cache
+def checkpoint_model(init_from: str) -> tuple[str, ModelConfig] | None:
+    """The directory of a checkpoint, and its model; None for what only studies.convert or nobody can begin with."""
+    try:
+        directory = str(find_checkpoint(init_from))
+    except UserError:
+        return None
+    return directory, load_config(directory)
 
 
 def replace_settings(settings: Settings, changes: dict[str, Any]) -> Settings:
@@ -170,12 +183,21 @@ class Run:
 
 
 def arm_settings(plan: Plan, arm: Arm) -> Settings:
-    """The settings of an arm's runs, but for seed and learning rate."""
-    given = {"steps": plan.steps} if plan.steps else {}
-    settings = replace_settings(base_settings(plan.config), given | arm.settings)
+    """The settings of an arm's runs, but for seed and learning rate; what train.py derives is derived as there."""
+    given = ({"steps": plan.steps} if plan.steps else {}) | arm.settings
+    settings = base_settings(plan.config)
+    init_from = given.get("init_from", settings.run.init_from)
+    if init_from is not None and checkpoint_model(init_from) is not None:
+        directory, model = checkpoint_model(init_from)
+        settings = dataclasses.replace(settings, model=model)
+        given = {"norm_bias": True} | given if "norm" in given and model.has_norm_bias else given
+        given = given | {"init_from": directory}
+    if "sequence_length" in given:
+        given = {"first_sequence_length": None} | given
+    settings = replace_settings(settings, given)
     steps = settings.optimizer.steps
     changes = {"evaluate_every": max(1, steps // EVALUATIONS)}
-    if "steps" in given | arm.settings and "warmup_steps" not in arm.settings:  # the config's is for its own steps
+    if "steps" in given and "warmup_steps" not in given:  # the config's is for its own steps
         changes["warmup_steps"] = min(settings.optimizer.warmup_steps, max(steps // 10, 1))
     return replace_settings(settings, changes)
 

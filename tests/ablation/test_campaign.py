@@ -127,6 +127,13 @@ def test_a_wrong_row_of_a_table_of_losses_is_named(tmp_path, line, reason):
     text = "idea,seed,arm,loss\nwide,1,a,3\nwide,1,b,2\nwide,2,b,2.1\nwide,2,a,3.1\n"
     (path := tmp_path / "pairs.csv").write_text(text)
     assert dict(read_pairs(path)["wide"]) == pytest.approx({1: -1, 2: -1})
+    with pytest.raises(UserError, match="all differences of wide are equal; give the losses with more digits"):
+        judge_pairs(path, None)
+    path.write_text(
+        "idea,seed,arm,loss\n"
+        + "".join(f"{name},{s},{arm},3\n" for name in ("1.1", "1.10") for s in (1, 2) for arm in "ab")
+    )
+    assert [*read_pairs(path)] == ["1.1", "1.10"]
     path.write_text(text + line)
     with pytest.raises(UserError, match=reason):
         read_pairs(path)
@@ -151,6 +158,7 @@ def test_losses_of_hugging_faces_trainer_are_judged_as_a_t_test_would(tmp_path, 
         assert (result["verdict"], result["idea"], result["pairs"]) == ("keep", "wider", 8)
         assert result["p"] == pytest.approx(test.pvalue, rel=1e-4)
         assert result["interval"] == pytest.approx(test.confidence_interval(1 - result["level"]), rel=1e-4)
+    path.write_text("idea,seed,arm,loss\nwider,-1,a,3\nwider,-1,b,2\n" + path.read_text().partition("\n")[2])
     judge_pairs(path, load_campaign(tmp_path))
     assert capsys.readouterr().out == "" and len(load_campaign(tmp_path).ledger) == 1
     path.write_text(path.read_text().replace("wider", "other"))

@@ -6,7 +6,11 @@ import pytest
 
 import ablate
 from ablation.plan import STUDIES, Plan, arm_settings, find_plan, load_plan, save_plan
+from checkpoints.pretrained import save_pretrained
 from errors import UserError
+from model.config import ModelConfig
+from model.decoder import Decoder
+from training.settings import parse
 
 GRID = {"norm": ["layer", "rms"], "qk_norm": [False, True]}
 
@@ -43,6 +47,20 @@ def test_a_warm_up_shrinks_with_the_steps_of_a_plan_but_never_one_that_an_arm_as
 
     assert warm_ups(vary={"warmup_steps": [20, 500]}, steps=30) == [20, 500]
     assert warm_ups(vary={"steps": [30, 2400]}) == [3, 60] and warm_ups(vary=GRID, steps=300) == [30] * 4
+
+
+def test_an_arm_has_the_model_of_its_checkpoint_and_derived_settings_as_in_train_py(tmp_path):
+    for norm in ("rms", "layer"):
+        model = ModelConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_attention_heads=2, norm=norm)
+        save_pretrained(Decoder(dataclasses.replace(model, num_key_value_heads=1, rope_theta=500.0)), tmp_path / norm)
+    for changes in ({}, {"norm": ["rms"]}, {"sequence_length": [64]}):
+        plan = Plan(config="tiny", vary={"init_from": [str(tmp_path / "rms"), str(tmp_path / "layer")]} | changes)
+        for arm in plan.all_arms.values():
+            flags = [f"--{name.replace('_', '-')}={value}" for name, value in arm.settings.items()]
+            expected = parse(["--config", "tiny", *flags], "").settings
+            settings = arm_settings(plan, arm)
+            assert (settings.model, settings.data) == (expected.model, expected.data)
+            assert settings.run.init_from == expected.run.init_from
 
 
 @pytest.mark.parametrize(
