@@ -129,10 +129,8 @@ def test_a_wrong_row_of_a_table_of_losses_is_named(tmp_path, line, reason):
     assert dict(read_pairs(path)["wide"]) == pytest.approx({1: -1, 2: -1})
     with pytest.raises(UserError, match="all differences of wide are equal; give the losses with more digits"):
         judge_pairs(path, None)
-    path.write_text(
-        "idea,seed,arm,loss\n"
-        + "".join(f"{name},{s},{arm},3\n" for name in ("1.1", "1.10") for s in (1, 2) for arm in "ab")
-    )
+    runs = itertools.product(("1.1", "1.10"), (1, 2), "ab")
+    path.write_text("idea,seed,arm,loss\n" + "".join(f"{idea},{seed},{arm},3\n" for idea, seed, arm in runs))
     assert [*read_pairs(path)] == ["1.1", "1.10"]
     path.write_text(text + line)
     with pytest.raises(UserError, match=reason):
