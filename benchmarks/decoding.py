@@ -69,7 +69,7 @@ class Case(NamedTuple):
 
 
 def seconds_per_step(decode: Callable[[Callable[[object], None]], object], tokens: int) -> float:
-    """Between the last `tokens`. `decode` gets a function that it calls at every token, at first perhaps more often."""
+    """Mean over the last `tokens` calls of the function that `decode` gets, and calls after every token."""
     times = []
     decode(lambda _: times.append(time.perf_counter()))
     return (times[-1] - times[-tokens]) / (tokens - 1)
@@ -206,13 +206,15 @@ USUAL = tuple(name for name in PROGRAMS if name != COMPILED)  # which compiles f
 
 
 def is_possible(program: str, case: Case) -> bool:
-    """Whether a program is here and has a setting: llama2.c decodes one sequence in float32, ours few in int8."""
+    """Whether a program is installed and can decode a case."""
     if program == "llama2.c":
         return case.llama2c is not None and (case.prompt, case.sequences, case.dtype) == (1, 1, "float32")
     if program == "llama.cpp":
         installed = all(map(importlib.util.find_spec, ("xllamacpp", "gguf"))) and case.device == "cpu"
         return installed and (case.dtype != "int8" or case.config.intermediate_size % 32 == 0)  # blocks of q8_0
-    return case.dtype != "int8" or (program == "ours" and case.device == "cpu" and case.sequences <= MAX_CPU_SEQUENCES)
+    if case.dtype == "int8":
+        return program == "ours" and case.device == "cpu" and case.sequences <= MAX_CPU_SEQUENCES
+    return True
 
 
 def bytes_read(case: Case) -> float:

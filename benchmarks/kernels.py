@@ -5,6 +5,7 @@ torch's copy or its matrix product, is measured in the same run. Exit status 1: 
 """
 
 import gc
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -46,11 +47,13 @@ class Case:
 
 def all_cases(device: torch.device) -> list[Case]:
     """The cases of a device."""
-    on, both = device.type, (False, True)
-    cases = [norm_case(device, k, *shape, after) for k in ("rms", "layer") for shape in NORMS[on] for after in both]
-    cases += [mlp_case(device, *shape) for shape in MLPS[on]]
-    cases += [rotary_case(device, *shape, normed) for shape in ROTARIES[on] for normed in both]
-    return cases + [loss_case(device, *shape) for shape in LOSSES[on]]
+    cases = []
+    for kind, shape, after in itertools.product(("rms", "layer"), NORMS[device.type], (False, True)):
+        cases.append(norm_case(device, kind, *shape, after))
+    cases += [mlp_case(device, *shape) for shape in MLPS[device.type]]
+    for shape, normed in itertools.product(ROTARIES[device.type], (False, True)):
+        cases.append(rotary_case(device, *shape, normed))
+    return cases + [loss_case(device, *shape) for shape in LOSSES[device.type]]
 
 
 def random(device: torch.device, *shape: int, mean: float = 0.3, std: float = 1.0) -> Tensor:

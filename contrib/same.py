@@ -57,6 +57,8 @@ def main(
         columns += [compare(program, reference, questions, prefix) for program in others]
     if not columns:
         raise UserError("no other program is installed: pip install transformers, or give --with OTHER.")
+    if importlib.util.find_spec("llama_cpp") is None:
+        log("llama.cpp, the program that GGUF files are for, is not asked: pip install llama-cpp-python gguf")
     table = {cells.pop("program"): cells for cells in columns}
     if as_json:
         print(json.dumps(table, indent=2, ensure_ascii=False))
@@ -66,8 +68,6 @@ def main(
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             print(printable("  ".join(map(str.ljust, row, widths)).rstrip()))
-    if importlib.util.find_spec("llama_cpp") is None:
-        log("llama.cpp was not asked: pip install llama-cpp-python gguf. A GGUF file is for it, not for transformers.")
     return int(any(cell not in ("equal", "not asked") for cells in table.values() for cell in cells.values()))
 
 
@@ -105,8 +105,9 @@ def compare(program: Answers, reference: dict, questions: dict, prefix: str = ""
                 cells[name] = prefix + answer
             elif name == "logits":
                 cells[name] = logits_difference(questions["positions"], tolerances, reference[name], answer)
-            elif name == "loss per token" and abs(answer - reference[name]) <= loss_tolerance:
-                cells[name] = "equal"
+            elif name == "loss per token":
+                is_equal = abs(answer - reference[name]) <= loss_tolerance
+                cells[name] = "equal" if is_equal else difference(reference[name], answer)
             else:
                 cells[name] = "not asked" if answer is None else difference(reference[name], answer)
     except Exception as error:

@@ -42,7 +42,7 @@ def arms_by_norm(study: Study) -> dict[str, dict[str, str]]:
     """For each choice of the settings that vary beside the norm: the arm with each norm, as `CONTRASTS` name them."""
     others = {*study.plan.varied} - {"norm", "norm_bias", "center_weights"}
     models = {name: arm_settings(study.plan, arm).model for name, arm in study.plan.all_arms.items()}
-    norms = {name: model.norm + " and bias" * model.has_norm_bias for name, model in models.items()}
+    norms = {name: f"{model.norm} and bias" if model.has_norm_bias else model.norm for name, model in models.items()}
     groups: dict[str, dict[str, str]] = {}
     for name, arm in study.plan.all_arms.items():
         group = ", ".join(label(key, value) for key, value in arm.settings.items() if key in others)

@@ -20,7 +20,8 @@ MARKED = re.compile(r"(<!-- table: (\w+) ([^>]*) -->\n).*?(<!-- end -->)", re.DO
 UNITS = {"ms": 1e3, "µs": 1e6}
 
 
-def shown(effect: Effect | None) -> str:  # with a fifth digit where the interval is that narrow
+def shown(effect: Effect | None) -> str:
+    """A difference and its interval, with a fifth digit where the interval is that narrow."""
     return with_interval(effect, "+.5f" if effect and effect.interval[1] - effect.interval[0] < 3.5e-4 else "+.4f")
 
 
@@ -50,7 +51,8 @@ def set_rows(*names: str) -> list[dict]:
         comparison = next(comparison for comparison in study.comparisons if comparison.arm == "rms")
         verdict = {"lower": "better", "higher": "worse"}.get(comparison.verdict, comparison.verdict)
         add_row(link(study), comparison.differences, comparison.effect, verdict)
-    first, *others = sets = pairs_at_5e_4(names)
+    sets = pairs_at_5e_4(names)
+    first, *others = sets
     add_row("these, a pilot and a sweep together", pd.concat(sets), pooled(sets), "exploratory")
     without = f"the same without the {len(first)} pairs of the first"  # its pilot has other seeds, and stays
     add_row(without, pd.concat(others), pooled(others), "exploratory")
