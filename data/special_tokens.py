@@ -2,6 +2,8 @@
 
 from tokenizers import AddedToken, Tokenizer
 
+from errors import note
+
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("special", "lstrip", "rstrip", "single_word")
 # Those of conversations, in tokenizers that are trained here; no text gives them.
@@ -35,6 +37,9 @@ def add_tokens(
         tokens[text] = token | tokens.get(text, {}) | {"special": True}
     flags = {text: {flag: token.get(flag, False) for flag in FLAGS} for text, token in tokens.items()}
     # Text that a normalizer turns into a token, such as the same in capitals, is no token.
+    others = [text for text, token in tokens.items() if token.get("normalized") and not token.get("special")]
+    if others and tokenizer.normalizer is not None:
+        note(f"{', '.join(others)}: found before a text is normalized; ids beside them may differ from transformers'")
     tokenizer.add_tokens([AddedToken(text, normalized=False, **flags[text]) for text in tokens])
 
     texts = {name: token["content"] for name, token in named.items() if token}
