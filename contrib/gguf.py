@@ -102,7 +102,9 @@ def choose_architecture(config: ModelConfig) -> str:
     """The architecture of llama.cpp that computes the same function; `UserError` if there is none."""
     architecture = choose_model_type(config)
     if architecture not in ARCHITECTURES:
-        model = ", ".join(f"{name} = {getattr(config, name)}" for name in DISTINCTIVE)
+        values = {name: getattr(config, name) for name in DISTINCTIVE}
+        unusual = [name for name in DISTINCTIVE if name == "norm" or values[name] != getattr(ModelConfig(), name)]
+        model = ", ".join(f"{name} = {values[name]}" for name in unusual)
         raise UserError(f"llama.cpp has no architecture for a model with {model}; it has {', '.join(ARCHITECTURES)}.")
     if architecture == "qwen3" and config.attention_output_bias:
         raise UserError("llama.cpp's qwen3 has no bias of the attention output: this model cannot be written.")
