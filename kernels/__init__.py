@@ -42,7 +42,7 @@ def triton_unavailable_reason(device: torch.device) -> str | None:
     return "Triton is not installed" if gpu is None else cached_unavailable_reason(device)
 
 
-# Called, not traced, by Dynamo: what torch.compiler.assume_constant_result does, which takes a second to import Dynamo.
+# Dynamo calls it instead of tracing it. torch.compiler.assume_constant_result does the same, but imports Dynamo: 1 s.
 triton_unavailable_reason._dynamo_marked_constant = True
 
 

@@ -147,11 +147,11 @@ def loss_gradients_fake(x, weight, targets, token_weights, needs_dx, needs_dweig
 def loss_gradients(
     x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None, needs_dx: bool, needs_dweight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses (N,), and the gradients of the weighted sum of the losses divided by `scale`, in float32 or empty.
+    """Losses (N,); the gradients of their weighted sum divided by the largest weight, in float32 or empty; that weight.
 
-    The weights are divided by the largest of them, and the caller multiplies the gradients by it (see `rescale`):
     1/N times a small probability would vanish in float16, and where all weights are equal, -1 of -onehot needs no
-    rounding, whereas -1/N would be rounded in the same direction for all tokens. Without weights: the losses alone.
+    rounding, whereas -1/N would be rounded in the same direction for all tokens. So the caller multiplies the gradients
+    by the largest weight (see `rescale`). Without weights: the losses alone.
     """
     if not len(x):
         outputs = loss_gradients_fake(x, weight, targets, token_weights, needs_dx, needs_dweight)
@@ -159,10 +159,10 @@ def loss_gradients(
     if token_weights is None:
         return *run_chunks(x, weight, targets, None, False, False), x.new_ones((), dtype=torch.float32)
     token_weights = token_weights.float().masked_fill(targets == reference.IGNORED, 0.0)
-    scale = torch.linalg.vector_norm(token_weights, float("inf"))  # the largest of them
-    scale = scale.masked_fill(scale == 0, 1.0)
-    loss, dx, dweight = run_chunks(x, weight, targets, token_weights / scale, needs_dx, needs_dweight)
-    return loss, dx, dweight, scale
+    largest_weight = torch.linalg.vector_norm(token_weights, float("inf"))
+    largest_weight = largest_weight.masked_fill(largest_weight == 0, 1.0)
+    loss, dx, dweight = run_chunks(x, weight, targets, token_weights / largest_weight, needs_dx, needs_dweight)
+    return loss, dx, dweight, largest_weight
 
 
 def rescale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -175,17 +175,17 @@ class WeightedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, token_weights, *needs):
-        losses, dx, dweight, scale = loss_gradients(x, weight.to(x.dtype), targets, token_weights, *needs)
+        losses, dx, dweight, largest_weight = loss_gradients(x, weight.to(x.dtype), targets, token_weights, *needs)
         ctx.dtypes = x.dtype, weight.dtype
-        ctx.save_for_backward(dx, dweight, scale)
+        ctx.save_for_backward(dx, dweight, largest_weight)
         return (losses * token_weights).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         """Scaled out of place: what was saved must serve a second backward pass (retain_graph)."""
-        dx, dweight, scale = ctx.saved_tensors
-        factor = (grad * scale)[None]
+        dx, dweight, largest_weight = ctx.saved_tensors
+        factor = (grad * largest_weight)[None]
         needs_dx, needs_dweight = ctx.needs_input_grad[:2]
         dx = rescale(dx, factor, ctx.dtypes[0]) if needs_dx else None
         dweight = rescale(dweight, factor, ctx.dtypes[1]) if needs_dweight else None

@@ -33,7 +33,7 @@ def multiply_rows(
     weight_ptr, row, inside_rows,  # (rows, width), and which of them: (ROWS,)
     width, eps, KIND: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """W norm(x) for some rows of W: a tuple of (ROWS,) for each sequence. KIND is "rms", "layer" or None, for W x.
+    """W norm(x) for some rows of W: a tuple of (ROWS,) for each sequence. KIND is "rms", "layer" or, for W x, None.
 
     rstd is a factor of the whole sum, so that it can follow the loop that also sums the squares:
     W norm(x) = rstd (W diag(g)) (x - mean) + W b, with g and b the norm's weight and bias. RMSNorm has mean 0.
@@ -46,7 +46,7 @@ def multiply_rows(
     # again, unlike x.
     in_tile = inside_rows[:, None] & (column < width)[None, :]
     tile = tl.load(weight_ptr, mask=in_tile, other=0.0, eviction_policy="evict_first")
-    means, totals, squares = (), (), ()
+    means, totals, squares = (), (), ()  # one of each sequence; built anew in each turn, as Triton has no lists
     for _ in tl.static_range(SEQUENCES):
         means += (tl.cast(0.0, tl.float32),)
         totals += (tl.zeros((ROWS, groups), tl.float32),)
