@@ -106,7 +106,8 @@ def visible_files(folder: str | Path, excluded: Iterable[str] = ()) -> Iterator[
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
         for name in folders:
-            if os.path.islink(os.path.join(parent, name)) and not excluded:
+            # Said of a user's folder, not of the standard library, which alone has `excluded`.
+            if not excluded and os.path.islink(os.path.join(parent, name)):
                 note(f"skipped: {os.path.join(parent, name)} is a link to a folder; name it in --data too")
         yield from (os.path.join(parent, name) for name in sorted(names) if not name.startswith("."))
 
