@@ -85,7 +85,7 @@ def prenorm(questions: dict, place: str) -> Answers:
         return encode_prompt(tokenizer, text) if with_bos else tokenizer.encode(text)
 
     def render(messages: list[dict]) -> tuple[str, list[int]]:
-        text = "".join(ChatFormat(tokenizer).render(messages))
+        text = ChatFormat(tokenizer).render(messages)
         return text.replace(BREAK, ""), tokenizer.encode_special(text, BREAK).ids
 
     yield from tokenizer_answers(questions, encode, render, UserError)

@@ -24,7 +24,7 @@ def batch(
 ) -> Batch:
     """Inputs and targets, int64 (size, sequence_length), of the sequences from `first` on, counted over the run."""
     rows = []
-    for windows, offset in draw(len(stream) // sequence_length, seed, first, size):
+    for windows, offset in windows_by_epoch(len(stream) // sequence_length, seed, first, size):
         for window in windows:
             start = offset % sequence_length + int(window) * sequence_length
             row = stream[start : start + sequence_length + 1]
@@ -33,16 +33,16 @@ def batch(
     return number_documents((ids[:, :-1].copy(), ids[:, 1:].copy()), document_start)
 
 
-def draw(count: int, seed: int, first: int, size: int) -> Iterator[tuple[np.ndarray, int]]:
+def windows_by_epoch(count: int, seed: int, first: int, size: int) -> Iterator[tuple[np.ndarray, int]]:
     """For each epoch that the sequences first .. first + size touch: the indices of its windows, and its offset."""
-    for epoch, places in itertools.groupby(range(first, first + size), lambda place: place // count):
+    for epoch, sequences in itertools.groupby(range(first, first + size), lambda sequence: sequence // count):
         *keys, offset = np.random.SeedSequence([seed, epoch]).generate_state(5, np.uint64)
-        yield permute(np.array([*places]) % count, count, keys), int(offset)
+        yield permute(np.array([*sequences]) % count, count, keys), int(offset)
 
 
-def number_documents(batch: Batch, document_start: int | None) -> Batch:
-    """A batch with the number of each input's document, if the id that begins a document is given."""
-    return batch if document_start is None else (*batch, np.cumsum(batch[0] == document_start, 1))
+def number_documents(windows: Batch, document_start: int | None) -> Batch:
+    """Inputs and targets with the number of each input's document, if the id that begins a document is given."""
+    return windows if document_start is None else (*windows, np.cumsum(windows[0] == document_start, 1))
 
 
 def permute(index: np.ndarray, count: int, keys: Sequence[int]) -> np.ndarray:
@@ -53,15 +53,15 @@ def permute(index: np.ndarray, count: int, keys: Sequence[int]) -> np.ndarray:
     """
     bits = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << bits) - np.uint64(1)
-    places = np.array(index, np.uint64)
-    outside = np.ones(len(places), bool)
+    positions = np.array(index, np.uint64)
+    outside = np.ones(len(positions), bool)
     while outside.any():
-        left, right = places[outside] >> bits, places[outside] & mask
+        left, right = positions[outside] >> bits, positions[outside] & mask
         for key in keys:
             left, right = right, left ^ (mix(right ^ np.uint64(key)) & mask)
-        places[outside] = left << bits | right
-        outside = places >= count
-    return places
+        positions[outside] = left << bits | right
+        outside = positions >= count
+    return positions
 
 
 def mix(values: np.ndarray) -> np.ndarray:
@@ -75,9 +75,11 @@ def validation_windows(
     tokens: Sequence, sequence_length: int, batch_size: int, document_start: int | None = None
 ) -> Iterator[Batch]:
     """Yield inputs and targets, int64 (batch_size, sequence_length), that predict every token but the first once."""
-    shape, size = (batch_size, sequence_length), batch_size * sequence_length
-    for start in range(0, len(tokens) - 1, size):
-        ids = tokens[start : start + size + 1]
-        inputs, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)  # the last batch is padded
-        inputs.flat[: len(ids) - 1], targets.flat[: len(ids) - 1] = ids[:-1], ids[1:]
+    shape = (batch_size, sequence_length)
+    for start in range(0, len(tokens) - 1, batch_size * sequence_length):
+        ids = tokens[start : start + batch_size * sequence_length + 1]
+        inputs = np.zeros(shape, np.int64)
+        targets = np.full(shape, IGNORED, np.int64)  # the last batch is padded
+        inputs.flat[: len(ids) - 1] = ids[:-1]
+        targets.flat[: len(ids) - 1] = ids[1:]
         yield number_documents((inputs, targets), document_start)

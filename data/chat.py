@@ -10,7 +10,7 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -27,6 +27,9 @@ Message = dict[str, Any]
 # Random numbers that no text contains. Digits, because templates may change letters (`upper`), but not digits.
 BREAK, BORDER = (str(10**20 + secrets.randbelow(10**20)) for _ in range(2))
 NUMBERS = re.compile("(?=([0-9]{21}))")  # such numbers, also where two overlap
+TAGS = ("<think>", "</think>")
+# What shows how a template ends an answer.
+EXAMPLE = ({"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is fine."})
 # The template of tokenizers that are trained here, with their `TURNS`.
 CHAT_TEMPLATE = """{{ bos_token }}{% for message in messages %}
 {%- if message.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('no role ' + message.role) }}{% endif %}
@@ -42,8 +45,8 @@ def plain_messages(messages: Sequence[dict]) -> list[Message]:
     if not isinstance(messages, list) or not messages:
         raise UserError("messages must be a list, and not an empty one.")
     plain = []
-    for place, message in enumerate(messages, 1):
-        with reading(f"message {place}", "a message has a role, and its content is text or a list of text parts"):
+    for number, message in enumerate(messages, 1):
+        with reading(f"message {number}", "a message has a role, and its content is text or a list of text parts"):
             fields = {key: value for key, value in message.items() if value not in (None, [], {})}
             role = fields.pop("role", fields.pop("from", None))
             content = fields.pop("content", fields.pop("value", None))
@@ -56,8 +59,8 @@ def plain_messages(messages: Sequence[dict]) -> list[Message]:
             texts = [part["text"] for part in parts]
             if not all(isinstance(text, str) for text in (role, *texts)):
                 raise ValueError("its role or its content is not text")
-            more_texts = {key: value for key, value in fields.items() if isinstance(value, str)}
-            plain.append({"role": ROLES.get(role, role), "content": "".join(texts)} | more_texts)
+            other_texts = {key: value for key, value in fields.items() if isinstance(value, str)}
+            plain.append({"role": ROLES.get(role, role), "content": "".join(texts)} | other_texts)
             "".join(plain[-1].values()).encode("utf-8")  # JSON can have half a surrogate pair as an escape
     return plain
 
@@ -69,60 +72,72 @@ def add_chat_template(tokenizer: Tokenizer) -> Tokenizer:
         return tokenizer
     # For other programs: special tokens are tokens where the template writes them, and <|end|> ends a text, too.
     config = tokenizer.config | {"chat_template": CHAT_TEMPLATE, "split_special_tokens": False}
-    ends = tokenizer.fields("generation_config.json") | {"eos_token_id": [tokenizer.eos_id, ids["<|end|>"]]}
-    changed = {"tokenizer_config.json": config, "generation_config.json": ends}
-    changed = {name: json.dumps(fields, indent=2).encode() for name, fields in changed.items()}
-    return Tokenizer(changed | tokenizer.files | changed, tokenizer.folder)  # tokenizer.json stays the last
+    eos_ids = [tokenizer.eos_id, ids["<|end|>"]]
+    generation_config = tokenizer.fields("generation_config.json") | {"eos_token_id": eos_ids}
+    changed = {"tokenizer_config.json": config, "generation_config.json": generation_config}
+    files = {name: json.dumps(fields, indent=2).encode() for name, fields in changed.items()}
+    return Tokenizer(tokenizer.files | files, tokenizer.folder)
 
 
 class ChatFormat:
     """A checkpoint's chat template with its tokenizer; `UserError` for one that fails or refuses the system prompt."""
 
     def __init__(self, tokenizer: Tokenizer, system: str | None = None):
-        template, added = tokenizer.chat_template, tokenizer.added_tokens
-        if template is None:
+        if tokenizer.chat_template is None:
             problem = f"{tokenizer.folder} has no chat template, so the model only continues text"
             fix = "fine-tune it on conversations, or put a chat_template.jinja in its folder"
             raise UserError(f"{problem}: use an Instruct or Chat model, {fix}.")
-        self._template, self.tokenizer = template, tokenizer
-        self._special = {token.content for token in added.values() if token.special}
+        self.tokenizer = tokenizer
+        self._template = tokenizer.chat_template
+        tokens = tokenizer.added_tokens.values()
+        self._special = {token.content for token in tokens if token.special}
         # Some models have turn markers that are not marked as special. Runs of spaces are tokens, too, and no markers.
-        markers = {token.content for token in added.values() if token.content.strip()}
-        self._control = self._special | {marker for marker in markers if marker in template}
+        markers = {token.content for token in tokens if token.content.strip() and token.content in self._template}
+        self._control = self._special | markers
         self._system = [] if system is None else [{"role": "system", "content": system}]
+        self.encode([EXAMPLE[0]])  # so that a template that fails, or leaves out the system prompt, does so now
+        self.end_of_turn, self.ends = self._find_ends()
 
-        question, answer = {"role": "user", "content": "What is it?"}, "It is fine."
-        self.encode([question])  # so that a template that fails, or leaves out the system prompt, does so now
-        text = "".join(self.render([question, {"role": "assistant", "content": answer}], answer_follows=False))
-        after = tokenizer.encode_special(text.rpartition(answer)[2].lstrip(), BREAK).ids[:1]
-        ends = [i for i in after if i in added and added[i].content in self._control]
-        self.end_of_turn = ends[0] if ends else None
-        """The token that the template writes after an answer. Not every model lists it as EOS."""
-        written = tokenizer.encode_special(text, BREAK).ids
-        self.ends = {*ends, *(i for i in written if i in added and added[i].special)}
-        """The tokens that end an answer: that one, and those that begin other turns, as small models may run on."""
+    def _find_ends(self) -> tuple[int | None, set[int]]:
+        """The token that the template writes after an answer, None for plain text; and all tokens that end an answer.
+
+        <|user|>What is it?<|end|><|assistant|>It is fine.<|end|>   all special tokens: small models may run on
+                                                          <|end|>   what follows the answer; not always EOS
+        """
+        text = self.render(EXAMPLE, answer_follows=False)
+        after = text.rpartition(EXAMPLE[1]["content"])[2].lstrip()
+        added = self.tokenizer.added_tokens
+        special = {i for i, token in added.items() if token.special}
+        control = {i for i, token in added.items() if token.content in self._control}
+        end_of_turn = control.intersection(self.tokenizer.encode_special(after, BREAK).ids[:1])  # one or none
+        written = special.intersection(self.tokenizer.encode_special(text, BREAK).ids)
+        return next(iter(end_of_turn), None), written | end_of_turn
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of the conversation, up to where the model's answer begins."""
         messages = [*self._system, *plain_messages(messages)]
-        self.find_left_out(messages)
-        ids = self.tokenizer.encode_special("".join(self.render(messages)), BREAK).ids
+        check_shown(messages, self.hidden_keys(messages))
+        ids = self.tokenizer.encode_special(self.render(messages), BREAK).ids
         if not ids:
             raise UserError("the model's chat template writes nothing for these messages; give them a content.")
         return ids
 
     def encode_learned(self, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray, int]:
         """The ids of the conversation; which of them the model learns, bool; how many answers it cannot learn."""
-        parts, not_found = self.render(messages, answer_follows=False), 0
-        text, borders = "".join(parts), list(itertools.accumulate(map(len, parts)))
-        spans = list(zip(borders[::2], borders[1::2], strict=False))  # begin and end of the characters that are learned
+        text = ""
+        learned_spans = []  # begin and end of the characters that are learned
+        for part, is_learned in self.render_parts(messages, answer_follows=False):
+            if is_learned:
+                learned_spans.append((len(text), len(text) + len(part)))
+            text += part
+        not_found = 0
         if "endgeneration" not in self._template:  # no `{% generation %}` blocks
-            spans, not_found = self._find_answers(messages, text)
+            learned_spans, not_found = self._find_answers(messages, text)
         encoding = self.tokenizer.encode_special(text, BREAK)
-        begins, ends = np.array(encoding.offsets).reshape(-1, 2).T
-        learned = np.zeros(len(begins), bool)
-        for start, end in spans:
-            learned |= (ends > start) & (begins < end)
+        token_starts, token_ends = np.array(encoding.offsets).reshape(-1, 2).T
+        learned = np.zeros(len(token_starts), bool)
+        for start, end in learned_spans:
+            learned |= (token_ends > start) & (token_starts < end)
         return np.array(encoding.ids), learned, not_found
 
     def _find_answers(self, messages: Sequence[Message], text: str) -> tuple[list[tuple[int, int]], int]:
@@ -131,39 +146,42 @@ class ChatFormat:
         An answer begins where it differs from the generation prompt, which may have an empty thought for it. One that
         the template changes when the conversation continues (as Qwen3's does) is not found.
         """
-        spans, not_found = [], 0
+        spans = []
+        not_found = 0
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
-                [before], [after] = self.render(messages[:i]), self.render(messages[: i + 1], answer_follows=False)
-                [question] = self.render(messages[:i], answer_follows=False)
-                prompt = os.path.commonprefix([before, after])  # noqa: RUF071 - no paths
-                if text.startswith(after) and (prompt == before or prompt.startswith(question)):
-                    spans.append((len(prompt), len(after)))
+                question = self.render(messages[:i], answer_follows=False)
+                prompt = self.render(messages[:i])
+                answered = self.render(messages[: i + 1], answer_follows=False)
+                common = os.path.commonprefix([prompt, answered])  # noqa: RUF071 - no paths
+                if text.startswith(answered) and (common == prompt or common.startswith(question)):
+                    spans.append((len(common), len(answered)))
                 else:
                     not_found += 1
         return spans, not_found
 
-    def find_left_out(self, messages: Sequence[Message], *, answer_follows: bool = True) -> set[str]:
-        """The keys, "<think>" for thoughts, that the template leaves out; `UserError` if it leaves out a content."""
+    def hidden_keys(self, messages: Sequence[Message], *, answer_follows: bool = True) -> list[set[str]]:
+        """The keys of each message whose text the template leaves out; the thoughts in a content are "<think>"."""
         # Each text is replaced by a unique number; a number that is missing from the rendered text was left out.
         numbers = map(str, itertools.count(int(BORDER) + 1))
         marked = []
         for message in messages:
-            texts = {key: re.split("(</?think>)", text) for key, text in message.items() if key != "role"}
-            for parts in texts.values():
-                parts[::2] = [next(numbers) if part.strip() else part for part in parts[::2]]
-            marked.append(message | {key: "".join(parts) for key, parts in texts.items()})
-        shown = {*NUMBERS.findall("".join(self.render(marked, answer_follows=answer_follows)))}
-        left_out = set()
-        for i, message in enumerate(marked, 1):
-            if not shown.issuperset(NUMBERS.findall(message["content"].rpartition("</think>")[2])):
-                role = message["role"]
-                raise UserError(f"the model's chat template leaves out message {i} ({role}); use another role.")
-            left_out |= {key for key, text in message.items() if not shown.issuperset(NUMBERS.findall(text))}
-        return {"<think>" if key == "content" else key for key in left_out}
+            texts = {key: mark_texts(text, numbers) for key, text in message.items() if key != "role"}
+            marked.append(message | texts)
+        shown = {*NUMBERS.findall(self.render(marked, answer_follows=answer_follows))}
+        hidden_keys = []
+        for message in marked:
+            thought, _, answer = message["content"].rpartition("</think>")
+            texts = message | {"<think>": thought, "content": answer}
+            hidden_keys.append({key for key, text in texts.items() if not shown.issuperset(NUMBERS.findall(text))})
+        return hidden_keys
 
-    def render(self, messages: Sequence[Message], *, answer_follows: bool = True) -> list[str]:
-        """The text of the conversation in parts; every second part is inside a `{% generation %}` block."""
+    def render(self, messages: Sequence[Message], *, answer_follows: bool = True) -> str:
+        """The text of the conversation, with a `BREAK` in each token that a person or the model types."""
+        return "".join(text for text, _ in self.render_parts(messages, answer_follows=answer_follows))
+
+    def render_parts(self, messages: Sequence[Message], *, answer_follows: bool) -> list[tuple[str, bool]]:
+        """The text in parts, each with whether it is inside a `{% generation %}` block: what the model learns."""
         broken = []
         for message in messages:  # in the model's own text, tokens that are not special, such as </think>, stay tokens
             tokens = self._special if message["role"] == "assistant" else self._control
@@ -171,10 +189,26 @@ class ChatFormat:
             broken.append(message | texts)
         try:
             names = {"add_generation_prompt": answer_follows} | self.tokenizer.special_tokens
-            return compile_template(self._template).render(messages=broken, **names).split(BORDER)
+            text = compile_template(self._template).render(messages=broken, **names)
         except Exception as error:  # whatever the template raises
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"the model's chat template does not support this conversation ({reason}).") from error
+        # A border stands at the begin and at the end of each block, so what follows an odd number of them is inside.
+        return [(part, borders % 2 == 1) for borders, part in enumerate(text.split(BORDER))]
+
+
+def check_shown(messages: Sequence[Message], hidden_keys: Sequence[set[str]]) -> None:
+    """`UserError` if the content of a message is hidden."""
+    for number, (message, hidden) in enumerate(zip(messages, hidden_keys, strict=True), 1):
+        if "content" in hidden:
+            role = message["role"]
+            raise UserError(f"the model's chat template leaves out message {number} ({role}); use another role.")
+
+
+def mark_texts(text: str, numbers: Iterator[str]) -> str:
+    """Each text between <think> tags, if it is more than space, replaced by the next number."""
+    parts = re.split(f"({'|'.join(TAGS)})", text)
+    return "".join(next(numbers) if part.strip() and part not in TAGS else part for part in parts)
 
 
 def break_tokens(text: str, tokens: Iterable[str]) -> str:

@@ -16,13 +16,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
-from data.batches import IGNORED, Batch, draw
-from data.chat import ChatFormat, Message, add_chat_template, plain_messages
+from data.batches import IGNORED, Batch, windows_by_epoch
+from data.chat import ChatFormat, Message, add_chat_template, check_shown, plain_messages
 from data.readers import MESSAGES, ROW_FORMATS, decode, read_rows
 from data.settings import DataSettings
 from data.sources import TextFile
@@ -54,7 +55,8 @@ class Conversations:
     prompts: list[str]  # for samples: the first question of a conversation for validation
     train: np.ndarray  # (3, rows, T + 1): ids; whether they are learned; their conversations in the row, 0: padding
     validation: np.ndarray
-    validation_bytes = everything_bytes = None  # bits per byte would count what is not learned
+    validation_bytes: ClassVar[None] = None  # no bits per byte, which would count what is not learned
+    everything_bytes: ClassVar[None] = None
 
     def count_sequences(self, settings: DataSettings) -> int:
         """The rows of an epoch; `UserError` for a schedule that would cut them."""
@@ -65,8 +67,8 @@ class Conversations:
 
     def batch(self, seed: int, first: int, size: int, **_: int) -> Batch:
         """The rows from `first` on. An epoch takes every row once, in an order given by (seed, epoch)."""
-        drawn = draw(self.train.shape[1], seed, first, size)
-        return batch_of(self.train[:, np.concatenate([rows for rows, _ in drawn]).astype(np.int64)])
+        epochs = windows_by_epoch(self.train.shape[1], seed, first, size)
+        return batch_of(self.train[:, np.concatenate([rows for rows, _ in epochs]).astype(np.int64)])
 
     def validation_batches(self, _: int, batch_size: int) -> Iterator[Batch]:
         return row_batches(self.validation, batch_size)
@@ -78,9 +80,9 @@ class Conversations:
         """The beginning of the first row to train on, as text; `+` marks the lines that are learned."""
         ids, learned, documents = self.train[:, 0]
         lines = []
-        for (document, is_learned), places in itertools.groupby(range(len(ids)), lambda i: (documents[i], learned[i])):
+        for (document, is_learned), span in itertools.groupby(range(len(ids)), lambda i: (documents[i], learned[i])):
             if document > 0:
-                text = self.tokenizer.decode(ids[list(places)], special=True)
+                text = self.tokenizer.decode(ids[[*span]], special=True)
                 lines += [("+ " if is_learned else "  ") + line for line in text.split("\n")]
         return "\n".join(lines[:SHOWN_LINES])
 
@@ -110,14 +112,16 @@ def prepare_conversations(
     files: Sequence[TextFile], settings: DataSettings, tokenizer: Tokenizer, vocab_size: int
 ) -> Conversations:
     """Rows of --sequence-length + 1 ids, packed unless the cache has them."""
-    tokenizer, folder = add_chat_template(tokenizer), Path(settings.cache, "conversations")
-    chat, size = ChatFormat(tokenizer), settings.sequence_length + 1
+    tokenizer = add_chat_template(tokenizer)
+    chat = ChatFormat(tokenizer)
+    row_length = settings.sequence_length + 1
     split = (settings.validation_fraction, settings.validation_salt)
-    path = folder / f"{digest(VERSION, [*files], tokenizer.hash, tokenizer.chat_template, size, split)}.npz"
+    folder = Path(settings.cache, "conversations")
+    path = folder / f"{digest(VERSION, [*files], tokenizer.hash, tokenizer.chat_template, row_length, split)}.npz"
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
         if not path.is_file():
-            fields = pack_split(encode_conversations(files, chat, size), settings, tokenizer.dtype)
+            fields = pack_split(encode_conversations(files, chat, row_length), settings, tokenizer.dtype)
             with replacing(path) as file:
                 np.savez(file, **fields)
     with reading(path, f"delete {folder}, which is made again"), np.load(path) as arrays:
@@ -130,58 +134,59 @@ def prepare_conversations(
 def pack_split(conversations: dict[int, Conversation], settings: DataSettings, dtype: np.dtype) -> dict[str, object]:
     """Conversations, by their hash, for training and validation as rows, and what describes them."""
     if len(conversations) < 2:
-        fewer = counted(len(conversations), "different conversation")
-        raise UserError(f"the files have {fewer}, too few to learn from; give more.")
+        few = counted(len(conversations), "different conversation")
+        raise UserError(f"the files have {few}, too few to learn from; give more.")
     # A table of documents whose size is tokens, not bytes: the limit is MAX_VALIDATION tokens.
-    sizes = [(hash, len(conversation.ids), len(conversation.ids)) for hash, conversation in conversations.items()]
-    is_held_out = split_documents(np.array(sizes, DOCUMENT), settings) == VALIDATION
+    table = [(key, len(conversation.ids), len(conversation.ids)) for key, conversation in conversations.items()]
+    is_held_out = split_documents(np.array(table, DOCUMENT), settings) == VALIDATION
     if not is_held_out.any():
         is_held_out[-1] = True
-    train, validation = ([*itertools.compress(conversations.values(), mask)] for mask in (~is_held_out, is_held_out))
-    arrays, texts = [], []
-    for chosen in (train, validation):
-        rows = pack(chosen, settings.sequence_length + 1, dtype)
-        learned = f"{rows[1].sum():,} tokens to learn in {counted(rows.shape[1], 'row')}"
+    fields = {"text_hash": digest(*conversations)}
+    texts = []
+    for name, mask in (("train", ~is_held_out), ("validation", is_held_out)):
+        chosen = [*itertools.compress(conversations.values(), mask)]
+        fields[name] = pack(chosen, settings.sequence_length + 1, dtype)
+        learned = f"{fields[name][1].sum():,} tokens to learn in {counted(fields[name].shape[1], 'row')}"
         texts.append(f"{counted(len(chosen), 'conversation')}, {learned}")
-        arrays.append(rows)
-    questions = [message["content"] for message in validation[0].messages if message["role"] == "user"]
-    text_hash = digest(*conversations)
-    description = f"{texts[0]}, hash {text_hash[:12]}\n  for validation {texts[1]}"
-    fields = dict(description=description, text_hash=text_hash, question=(questions or ["Hello."])[0])
-    return fields | {"train": arrays[0], "validation": arrays[1]}
+    questions = [message["content"] for message in chosen[0].messages if message["role"] == "user"]
+    fields["question"] = questions[0] if questions else "Hello."
+    fields["description"] = f"{texts[0]}, hash {fields['text_hash'][:12]}\n  for validation {texts[1]}"
+    return fields
 
 
-def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, size: int) -> dict[int, Conversation]:
+def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, row_length: int) -> dict[int, Conversation]:
     """The conversations of all files that can be learned from, by their hash; what is unusual is printed, counted."""
     conversations: dict[int, Conversation] = {}
-    places = defaultdict(list)  # what is unusual -> where
+    sources = defaultdict(list)  # of each remark: the files or rows that it is about
     for file in files:
         if file.format not in ROW_FORMATS:
-            places["files left out, as they are text and not rows"].append(file.name)
+            sources["files left out, as they are text and not rows"].append(file.name)
     rows = itertools.chain.from_iterable(map(read_rows, files))
-    for place, row in tqdm(rows, "conversations", delay=2, unit="", disable=None):
+    for source, row in tqdm(rows, "conversations", delay=2, unit="", disable=None):
         try:
-            conversation, remarks = encode_conversation(decode(row), chat, size)
+            conversation, remarks = encode_conversation(decode(row), chat, row_length)
         except (UserError, ValueError, RecursionError) as error:  # no row of this shape, or none for this template
             skipped = "rows skipped, as each must be one object with messages that the template supports"
-            places[skipped].append(f"{place}: {error!s:.200}")
+            sources[skipped].append(f"{source}: {error!s:.200}")
             continue
         for remark in remarks:
-            places[remark].append(place)
-        content = content_hash(json.dumps(conversation.messages))
-        if content in conversations:
-            places["duplicates dropped"].append(place)
+            sources[remark].append(source)
+        key = content_hash(json.dumps(conversation.messages))
+        if key in conversations:
+            sources["duplicates dropped"].append(source)
         elif conversation.learned[1:].any():
-            conversations[content] = conversation
-    for text, where in places.items():
-        print(f"{text}: {len(where):,} (the first: {where[0]})", file=sys.stderr)
+            conversations[key] = conversation
+    for remark, where in sources.items():
+        print(f"{remark}: {len(where):,} (the first: {where[0]})", file=sys.stderr)
     return conversations
 
 
-def encode_conversation(row: dict, chat: ChatFormat, size: int) -> tuple[Conversation, list[str]]:
-    """A conversation, cut after an answer to at most `size` ids, and what is unusual about it."""
+def encode_conversation(row: dict, chat: ChatFormat, row_length: int) -> tuple[Conversation, list[str]]:
+    """A conversation, cut after an answer to at most `row_length` ids, and what is unusual about it."""
     messages, unused = messages_of(row)
-    unused |= chat.find_left_out(messages, answer_follows=False)
+    hidden_keys = chat.hidden_keys(messages, answer_follows=False)
+    check_shown(messages, hidden_keys)
+    unused = unused.union(*hidden_keys)
     ids, learned, not_found = chat.encode_learned(messages)
     remarks = [f"rows in which nothing uses the keys {', '.join(sorted(unused))}"] if unused else []
     remarks += ["answers not learned, as the template changes them when the conversation continues"] * not_found
@@ -189,9 +194,9 @@ def encode_conversation(row: dict, chat: ChatFormat, size: int) -> tuple[Convers
     if (ends_answer[:-1] & (ids[1:] == chat.end_of_turn)).any():
         remarks.append("conversations whose end-of-turn token is not learned, as {% generation %} leaves it out")
     length = len(ids)
-    if length > size:
+    if length > row_length:
         remarks.append("conversations cut after the last answer that fits into --sequence-length")
-        length = max(np.flatnonzero(ends_answer[:size]), default=-1) + 1
+        length = max(np.flatnonzero(ends_answer[:row_length]), default=-1) + 1
     if not learned[1:length].any():
         remarks.append("conversations dropped, as no answer is left to learn")
     return Conversation(messages, ids[:length], learned[:length]), remarks
@@ -200,7 +205,8 @@ def encode_conversation(row: dict, chat: ChatFormat, size: int) -> tuple[Convers
 def messages_of(row: dict) -> tuple[list[Message], set[str]]:
     """The messages of a row, and the keys that are not used; `UserError` if they are not messages."""
     name = MESSAGES[0] if row.get(MESSAGES[0]) else MESSAGES[1]
-    messages, used = plain_messages(row.get(name)), {name, "from", "value"}
+    messages = plain_messages(row.get(name))
+    used = {name, "from", "value"}
     if row.get("system") and messages[0]["role"] != "system":
         messages = plain_messages([{"role": "system", "content": row["system"]}, *messages])
         used.add("system")
@@ -208,18 +214,19 @@ def messages_of(row: dict) -> tuple[list[Message], set[str]]:
     return messages, {key for key, value in fields if value not in (None, "", [], {})} - used.union(*messages)
 
 
-def pack(conversations: Sequence[Conversation], size: int, dtype: np.dtype) -> np.ndarray:
+def pack(conversations: Sequence[Conversation], row_length: int, dtype: np.dtype) -> np.ndarray:
     """All conversations in rows (see `Conversations.train`): the longest first, each where the least room is left."""
-    rows: list[np.ndarray] = []  # each (3, size)
+    rows: list[np.ndarray] = []  # each (3, row_length)
     free: list[tuple[int, int]] = []  # sorted: the room in a row, and its index
     for conversation in sorted(conversations, key=lambda conversation: -len(conversation.ids)):
         ids = conversation.ids
-        place = bisect.bisect_left(free, (len(ids), 0))
-        if place == len(free):
-            free.append((size, len(rows)))
-            rows.append(np.zeros((3, size), dtype))
-        room, index = free.pop(place)
-        start, row = size - room, rows[index]
+        fullest = bisect.bisect_left(free, (len(ids), 0))
+        if fullest == len(free):
+            free.append((row_length, len(rows)))
+            rows.append(np.zeros((3, row_length), dtype))
+        room, index = free.pop(fullest)
+        start = row_length - room
+        row = rows[index]
         row[:, start : start + len(ids)] = ids, conversation.learned, np.full(len(ids), row[2].max() + 1)
         row[1, start] = False  # no token of its conversation comes before it
         bisect.insort(free, (room - len(ids), index))

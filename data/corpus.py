@@ -8,6 +8,7 @@ import lzma
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -26,28 +27,71 @@ from errors import UserError
 class Corpus:
     """A text that can be trained on. Its methods are those of `Conversations`, so that training need not ask."""
 
-    description: str  # three lines to print
-    text_hash: str  # hash of the documents, in order
+    chat: ClassVar[None] = None  # a text has no chat template
     tokenizer: Tokenizer
+    documents: np.ndarray  # rows of `tokens.DOCUMENT`, without duplicates
+    duplicates: int
     train: TokenStream
     validation: np.ndarray  # (tokens,) uint16, or uint32 for a vocabulary over 65,536
     validation_bytes: int  # bytes of its text in UTF-8
+    validation_source: str  # what it consists of
     everything: TokenStream  # also duplicates
     everything_bytes: int
-    has_long_tokens: bool  # whole phrases: in bits per byte, a model beats xz untrained
-    prompts: list[str]  # for samples: the first words of up to three held-out documents
     document_start: int | None = None  # the id that begins a document, where attention keeps documents apart
-    chat = None  # a text has no chat template
+
+    @property
+    def text_hash(self) -> str:
+        """Hash of the documents, in order."""
+        return hashlib.blake2b(self.documents["hash"].tobytes(), digest_size=16).hexdigest()
+
+    @property
+    def bytes_per_token(self) -> float:
+        return int(self.documents["bytes"].sum()) / (len(self.train) + len(self.validation))
+
+    @property
+    def has_long_tokens(self) -> bool:
+        """Whether tokens are whole phrases: in bits per byte, a model beats xz untrained."""
+        return self.bytes_per_token > 10
+
+    @property
+    def prompts(self) -> list[str]:
+        """For samples: the first words of up to three held-out documents."""
+        starts = np.flatnonzero(self.validation == self.tokenizer.document_start)[:3].tolist() or [0]
+        return [first_words(self.tokenizer.decode(self.validation[start : start + 64])) for start in starts]
+
+    @property
+    def description(self) -> str:
+        """Three lines to print, and a note on tokens that are too short or too long."""
+        size = int(self.documents["bytes"].sum())
+        train_bytes_per_token = (size - self.validation_bytes) / max(1, len(self.train))
+        lines = [
+            f"{counted(len(self.documents), 'document')} ({counted(self.duplicates, 'duplicate')} dropped), "
+            f"{size / 1e6:.2f} MB, hash {self.text_hash[:12]}",
+            f"{len(self.train):,} tokens to train on, {train_bytes_per_token:.2f} bytes per token, "
+            f"vocabulary {self.tokenizer.vocab_size:,}",
+            f"{len(self.validation):,} for validation ({self.validation_source}, {self.validation_bytes / 1e6:.2f} MB)",
+        ]
+        if self.bytes_per_token < 1.6:
+            lines.append(
+                "note: tokens are nearly single bytes; a tokenizer made of this text, with enough pieces, is better"
+            )
+        if self.has_long_tokens:
+            lines.append(
+                "note: tokens are whole phrases, as the text is small or repeats itself; give a smaller --vocab-size"
+            )
+        return "\n  ".join(lines)
 
     def count_sequences(self, settings: DataSettings) -> int:
         """The sequences of an epoch; `UserError` if they are fewer than a batch."""
-        size, length = settings.batch_size, settings.sequence_length
-        if len(self.train) // length < size:
+        length = settings.sequence_length
+        count = len(self.train) // length
+        if count < settings.batch_size:
             raise UserError(
-                f"the text has {len(self.train):,} tokens to train on, but one batch of {size} sequences of {length} "
-                f"needs {size * length:,}; give more text, or a smaller --batch-size or --sequence-length."
+                f"the text has {len(self.train):,} tokens to train on, but one batch of {settings.batch_size} "
+                f"sequences of {length} needs {settings.batch_size * length:,}; give more text, or a smaller "
+                "--batch-size or --sequence-length."
             )
-        return len(self.train) // length
+        return count
 
     def batch(self, **order: int) -> Batch:
         return batch(self.train, document_start=self.document_start, **order)
@@ -90,51 +134,30 @@ def first_words(text: str) -> str:
 
 
 def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokenizer) -> Corpus:
+    """The documents of all files for training and for validation or, where none is held out, the end of the text."""
     units = prepare_units(files, tokenizer, Path(settings.cache, "units"))
     table = np.concatenate([unit.table for unit in units])
     kinds = split_documents(table, settings)
-    documents, held_out = table[kinds != DUPLICATE], table[kinds == VALIDATION]
-    size, validation_bytes = int(documents["bytes"].sum()), int(held_out["bytes"].sum())
+    documents = table[kinds != DUPLICATE]
+    held_out = table[kinds == VALIDATION]
     train = TokenStream(units, (kinds == TRAIN).tolist())
-    everything = TokenStream(units, [True] * len(kinds))  # also duplicates
-    if len(held_out) > 0:
-        origin = counted(len(held_out), "document")
-        validation = TokenStream(units, (kinds == VALIDATION).tolist())[:]
-    else:
-        origin = "the end of the text"
-        fraction = min(settings.validation_fraction, MAX_VALIDATION / size)
+    validation = TokenStream(units, (kinds == VALIDATION).tolist())[:]
+    validation_bytes = int(held_out["bytes"].sum())
+    if len(held_out) == 0:
+        fraction = min(settings.validation_fraction, MAX_VALIDATION / int(documents["bytes"].sum()))
         end = len(train) - max(2, round(fraction * len(train)))
         validation = train[end:]
         validation_bytes = len(tokenizer.decode(validation).encode("utf-8"))
         train.length = end
-    text_hash = hashlib.blake2b(documents["hash"].tobytes(), digest_size=16).hexdigest()
-    description = (
-        f"{counted(len(documents), 'document')} ({counted(len(table) - len(documents), 'duplicate')} dropped), "
-        f"{size / 1e6:.2f} MB, hash {text_hash[:12]}\n"
-        f"  {len(train):,} tokens to train on, {(size - validation_bytes) / max(1, len(train)):.2f} bytes per token, "
-        f"vocabulary {tokenizer.vocab_size:,}\n"
-        f"  {len(validation):,} for validation ({origin}, {validation_bytes / 1e6:.2f} MB)"
-    )
-    if size < 1.6 * (len(train) + len(validation)):
-        description += (
-            "\n  note: tokens are nearly single bytes; a tokenizer made of this text, with enough pieces, is better"
-        )
-    has_long_tokens = size > 10 * (len(train) + len(validation))
-    if has_long_tokens:
-        description += (
-            "\n  note: tokens are whole phrases, as the text is small or repeats itself; give a smaller --vocab-size"
-        )
-    starts = np.flatnonzero(validation == tokenizer.document_start)[:3].tolist() or [0]
     return Corpus(
-        description=description,
-        text_hash=text_hash,
         tokenizer=tokenizer,
+        documents=documents,
+        duplicates=len(table) - len(documents),
         train=train,
         validation=validation,
         validation_bytes=validation_bytes,
-        everything=everything,
+        validation_source=counted(len(held_out), "document") if len(held_out) > 0 else "the end of the text",
+        everything=TokenStream(units, [True] * len(table)),
         everything_bytes=int(table["bytes"].sum()),
-        has_long_tokens=has_long_tokens,
-        prompts=[first_words(tokenizer.decode(validation[start : start + 64])) for start in starts],
         document_start=tokenizer.document_start if settings.document_mask else None,
     )

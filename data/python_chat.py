@@ -23,7 +23,8 @@ def questions_and_answers(path: Path) -> Iterator[dict]:
 
 def about(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
     """Questions about a module, class or function and the public ones in it, with their answers."""
-    sentence, is_function = first_sentence(node), isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    sentence = first_sentence(node)
+    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     if sentence:
         yield (f"What does {name} do?" if is_function else f"What is {name}?"), sentence
     if is_function:

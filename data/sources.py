@@ -53,7 +53,7 @@ def resolve(settings: DataSettings) -> list[TextFile]:
 
 def find_files(name: str, settings: DataSettings) -> list[TextFile]:
     """The files of a name, path, folder, pattern or `hub:OWNER/NAME[/folder]`; a name wins over a folder called so."""
-    path, field, files = os.path.expanduser(name), settings.text_field, []
+    path = os.path.expanduser(name)
     if name == "python":
         return standard_library()
     if name == "python-chat":
@@ -65,16 +65,16 @@ def find_files(name: str, settings: DataSettings) -> list[TextFile]:
         start = "".join(f"{folder}/" for folder in parts[2:])  # files are compared with a slash at their end, too
         files = hub_files("/".join(parts[:2]), "main", start, settings)
     elif os.path.isfile(path):
-        files = text_files([path], field, optional=False)
+        files = text_files([path], settings.text_field, optional=False)
     elif os.path.isdir(path):
         paths = list(visible_files(path))
         left_out = Counter(Path(path).suffix or "without a suffix" for path in paths if not find_format(path))
         if left_out:
             counts = ", ".join(f"{count} {suffix}" for suffix, count in left_out.most_common(8))
             note(f"left out of {name}: {counts}; export what should be read as .txt")
-        files = text_files(paths, field)
+        files = text_files(paths, settings.text_field)
     elif glob.has_magic(path):
-        files = text_files(sorted(glob.glob(path, recursive=True)), field)
+        files = text_files(sorted(glob.glob(path, recursive=True)), settings.text_field)
     else:
         choices = f"a path, a pattern, hub:OWNER/NAME, or one of python, python-chat, {', '.join(HUB_TEXTS)}"
         raise UserError(f'no file, folder or known text is called "{name}"; give {choices}.')
@@ -89,7 +89,8 @@ def text_files(paths: Iterable[str | Path], text_field: str, optional: bool = Tr
     for path in paths:
         format = find_format(path)
         if format is not None and os.path.isfile(path):
-            status, name = os.stat(path), os.path.abspath(path)
+            name = os.path.abspath(path)
+            status = os.stat(path)
             files.append(TextFile(name, format, text_field, status.st_size, status.st_mtime_ns, optional=optional))
     return files
 
@@ -105,7 +106,8 @@ def visible_files(folder: str | Path, excluded: Iterable[str] = ()) -> Iterator[
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
         for name in folders:
-            if os.path.islink(os.path.join(parent, name)) and not excluded:
+            # Said of a user's folder, not of the standard library, which alone has `excluded`.
+            if not excluded and os.path.islink(os.path.join(parent, name)):
                 note(f"skipped: {os.path.join(parent, name)} is a link to a folder; name it in --data too")
         yield from (os.path.join(parent, name) for name in sorted(names) if not name.startswith("."))
 

@@ -28,31 +28,32 @@ CONFIG_FIELDS = """
     add_bos_token chat_template added_tokens_decoder additional_special_tokens extra_special_tokens
 """.split()  # of tokenizer_config.json beside a tokenizer.model, with those of `NAMED`
 # How byte-level vocabularies write each byte: as Latin-1 has it, or, what cannot be printed, as U+0100 on, in order.
-PRINTABLE = [byte for byte in range(256) if chr(byte) in ByteLevel.alphabet()]
-OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
-BYTES = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(OTHERS)}
+ALPHABET = sorted(ByteLevel.alphabet())
+PRINTABLE = [ord(character) for character in ALPHABET if ord(character) < 256]
+BYTES = dict(zip(ALPHABET, PRINTABLE + sorted({*range(256)} - {*PRINTABLE}), strict=True))
 
 
 class Tokenizer:
     """A tokenizer of Hugging Face's format. `bos_id` is None where its configuration says that no BOS is added."""
 
     def __init__(self, files: dict[str, bytes], folder: Path):
-        """files: what lies beside a tokenizer.json and, last, itself, by name; folder: of the files, for messages."""
-        self.files, self.folder = files, folder
-        with reading(self.folder / "tokenizer.json"):
+        """files: a tokenizer.json and what lies beside it, by name; folder: of the files, for messages."""
+        self.files = files
+        self.folder = folder
+        with reading(folder / "tokenizer.json"):
             self._tokenizer = tokenizers.Tokenizer.from_str(files["tokenizer.json"].decode("utf-8-sig"))
             self._tokenizer.encode_special_tokens = True
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
         with reading(folder / "tokenizer_config.json"):
-            names = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-            config, *old = (self.fields(name) for name in names)
+            config = self.fields("tokenizer_config.json")
+            old = self.fields("special_tokens_map.json"), self.fields("added_tokens.json")
             self.config, self.special_tokens = add_tokens(self._tokenizer, config, *old)
             if self.config is not config:  # it has tokens that tokenizer.json lacks
                 texts = {"tokenizer_config.json": json.dumps(self.config), "tokenizer.json": self._tokenizer.to_str()}
-                self.files = {names[0]: b"", **files} | {name: text.encode() for name, text in texts.items()}
-            bos, eos = (self.special_tokens.get(name) for name in ("bos_token", "eos_token"))
-            self.bos_id = find_bos(self._tokenizer, self.config, bos)
+                self.files = files | {name: text.encode() for name, text in texts.items()}
+            self.bos_id = find_bos(self._tokenizer, self.config, self.special_tokens.get("bos_token"))
+            eos = self.special_tokens.get("eos_token")
             self.eos_id = find_eos(self._tokenizer, eos, self.fields("generation_config.json"))
         self.vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)  # the id of each token
         self.vocab_size = max(self.vocabulary.values()) + 1
@@ -78,14 +79,16 @@ class Tokenizer:
         `mark` is removed once they are found: what it breaks is plain text. Offsets count the marks' characters, too.
         No other thread may encode meanwhile, as it would read special tokens, too.
         """
-        normalizer, remove_mark = self._tokenizer.normalizer, normalizers.Replace(mark, "")
-        steps = [remove_mark] if normalizer is None else [remove_mark, normalizer]
-        self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizers.Sequence(steps), False
+        normalizer = self._tokenizer.normalizer
+        steps = [normalizers.Replace(mark, "")] + ([] if normalizer is None else [normalizer])
+        self._tokenizer.normalizer = normalizers.Sequence(steps)
+        self._tokenizer.encode_special_tokens = False
         try:
             with reading(self.folder / "tokenizer.json"):
                 return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
         finally:
-            self._tokenizer.normalizer, self._tokenizer.encode_special_tokens = normalizer, True
+            self._tokenizer.normalizer = normalizer
+            self._tokenizer.encode_special_tokens = True
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
         """Text of ids. Special tokens (without `special`) and unknown ids give nothing, bytes that are no character
@@ -110,7 +113,8 @@ class Tokenizer:
         """What a token stands for, special ones too: its text in UTF-8, or bytes that are no character alone."""
         if token in self._byte_values:
             return bytes([self._byte_values[token]])
-        text, name = self.decode([*self.encode("a"), token], special=True)[1:], self._tokenizer.id_to_token(token)
+        text = self.decode([*self.encode("a"), token], special=True)[1:]
+        name = self._tokenizer.id_to_token(token)
         if "\ufffd" in text and BYTES.keys() >= {*name}:
             return bytes(BYTES[character] for character in name)
         return text.encode()
@@ -145,9 +149,9 @@ class Tokenizer:
 
     def save(self, directory: str | Path) -> None:
         """Write the files, from which `AutoTokenizer` gives the same ids; tokenizer.json is the last of them."""
-        for name, content in self.files.items():
+        for name in [*(self.files.keys() - {"tokenizer.json"}), "tokenizer.json"]:
             with replacing(Path(directory) / name) as file:
-                file.write(content)
+                file.write(self.files[name])
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

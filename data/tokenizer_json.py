@@ -23,8 +23,8 @@ def tokenizer_files(content: bytes, config: dict) -> dict[str, bytes]:
     """The tokenizer_config.json, with the fields of `config`, and the tokenizer.json of a SentencePiece model."""
     model = read_model(content)
     ids = {piece.piece: i for i, piece in enumerate(model.pieces)}
-    unknown, bos, eos = (getattr(model.trainer_spec, f"{name}_piece") for name in ("unk", "bos", "eos"))
-    tokenizer = Tokenizer(BPE(ids, merges(model), unk_token=unknown, byte_fallback=True, fuse_unk=False))
+    trainer = model.trainer_spec
+    tokenizer = Tokenizer(BPE(ids, merges(model), unk_token=trainer.unk_piece, byte_fallback=True, fuse_unk=False))
     tokenizer.normalizer = normalizers.Sequence(_normalizers(model.normalizer_spec))
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if model.normalizer_spec.add_dummy_prefix:
@@ -32,7 +32,7 @@ def tokenizer_files(content: bytes, config: dict) -> dict[str, bytes]:
     tokenizer.decoder = decoders.Sequence(steps)
     special = [piece.piece for piece in model.pieces if piece.type in (PIECE.UNKNOWN, PIECE.CONTROL)]
     tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in special])
-    bos = bos if bos in special and config.get("add_bos_token", True) else None
+    bos = trainer.bos_piece if trainer.bos_piece in special and config.get("add_bos_token", True) else None
     if bos is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[bos, "$A"], pair=[bos, "$A", f"{bos}:1", "$B:1"], special_tokens=[(bos, ids[bos])]
@@ -42,8 +42,8 @@ def tokenizer_files(content: bytes, config: dict) -> dict[str, bytes]:
         "add_bos_token": bos is not None,
         "add_eos_token": False,
         "bos_token": bos,
-        "eos_token": eos if eos in special else None,
-        "unk_token": unknown,
+        "eos_token": trainer.eos_piece if trainer.eos_piece in special else None,
+        "unk_token": trainer.unk_piece,
         "split_special_tokens": True,  # "</s>" in a text is four characters
         "clean_up_tokenization_spaces": False,
     }
@@ -98,13 +98,13 @@ def last_merge(piece: str, rank: dict[str, int]) -> tuple[str, str] | None:
 def read_model(content: bytes) -> ModelProto:
     """Read a SentencePiece model file; `ValueError` unless it is a plain BPE with byte fallback."""
     model = ModelProto.FromString(content)
-    trainer, normalizer, kinds = model.trainer_spec, model.normalizer_spec, [piece.type for piece in model.pieces]
-    if trainer.model_type != trainer.BPE:
+    types = [piece.type for piece in model.pieces]
+    if model.trainer_spec.model_type != model.trainer_spec.BPE:
         raise ValueError("it is not a byte-pair encoding")
-    if not trainer.byte_fallback or kinds.count(PIECE.BYTE) != 256:
+    if not model.trainer_spec.byte_fallback or types.count(PIECE.BYTE) != 256:
         raise ValueError("it has no byte fallback")
-    if normalizer.precompiled_charsmap or normalizer.normalization_rule_tsv:
+    if model.normalizer_spec.precompiled_charsmap or model.normalizer_spec.normalization_rule_tsv:
         raise ValueError("it changes characters")
-    if PIECE.USER_DEFINED in kinds or PIECE.UNUSED in kinds:
+    if PIECE.USER_DEFINED in types or PIECE.UNUSED in types:
         raise ValueError("it has user-defined or unused pieces")
     return model

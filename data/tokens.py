@@ -12,6 +12,7 @@ import contextlib
 import functools
 import hashlib
 import itertools
+import operator
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,6 @@ VERSION = 6  # raised when the same text and tokenizer would give other files
 UNIT_BYTES = 64_000_000
 GROUP = 4_000_000  # characters that are encoded together, on all cores
 DOCUMENT = np.dtype([("hash", "<u8"), ("bytes", "<u8"), ("tokens", "<u8")])
-END = ""  # stands after the blocks of a document
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,10 @@ class Unit:
     @functools.cached_property
     def table(self) -> np.ndarray:
         """The rows of its documents; `UserError` unless its ids are as many as they say."""
-        table, path = np.fromfile(self.path.with_suffix(".docs"), DOCUMENT), self.path
-        if int(table["tokens"].sum()) * self.tokenizer.dtype.itemsize != path.stat().st_size:
-            raise UserError(f"{path} is damaged: its table has other ids; delete {path.parent}; it is made again.")
+        table = np.fromfile(self.path.with_suffix(".docs"), DOCUMENT)
+        if int(table["tokens"].sum()) * self.tokenizer.dtype.itemsize != self.path.stat().st_size:
+            folder = self.path.parent
+            raise UserError(f"{self.path} is damaged: its table has other ids; delete {folder}; it is made again.")
         return table
 
 
@@ -71,43 +72,44 @@ def write_ids(file: BinaryIO, documents: Iterable[Document], tokenizer: Tokenize
     begin = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], tokenizer.dtype)
     end = np.array([tokenizer.eos_id], tokenizer.dtype)
     table = array("Q")
-    content, size, tokens = hashlib.blake2b(digest_size=8), 0, 0  # hash and sizes of the document so far
-    for blocks in group_blocks(documents):
-        for block, ids in zip(blocks, tokenizer.encode_batch(blocks), strict=True):
-            if block != END:
-                if size == 0:
-                    file.write(begin)
-                file.write(np.asarray(ids, tokenizer.dtype))
-                encoded = block.encode("utf-8")
-                content.update(encoded)
-                size += len(encoded)
-                tokens += len(ids)
-            elif size > 0:
-                file.write(end)
-                hash = int.from_bytes(content.digest(), "little")
-                table.extend((hash, size, len(begin) + tokens + len(end)))
-                content, size, tokens = hashlib.blake2b(digest_size=8), 0, 0
+    for _, blocks in itertools.groupby(encode_blocks(documents, tokenizer), operator.itemgetter(0)):
+        content = hashlib.blake2b(digest_size=8)
+        size = 0
+        tokens = len(begin) + len(end)
+        file.write(begin)
+        for _, block, ids in blocks:
+            encoded = block.encode("utf-8")
+            content.update(encoded)
+            size += len(encoded)
+            tokens += len(ids)
+            file.write(np.asarray(ids, tokenizer.dtype))
+        file.write(end)
+        table.extend((int.from_bytes(content.digest(), "little"), size, tokens))
     return np.array(table, "<u8").view(DOCUMENT)
 
 
-def group_blocks(documents: Iterable[Document]) -> Iterator[list[str]]:
-    """The blocks of documents, with `END` after each document, in lists of about `GROUP` characters."""
-    blocks, characters = [], 0
-    for document in documents:
-        for block in itertools.chain(document, [END]):
-            blocks.append(block)
+def encode_blocks(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[int, str, Sequence[int]]]:
+    """The blocks of documents, each with the number of its document and its ids."""
+    for _, group in itertools.groupby(group_blocks(documents), operator.itemgetter(0)):
+        _, numbers, blocks = zip(*group, strict=True)
+        yield from zip(numbers, blocks, tokenizer.encode_batch(blocks), strict=True)
+
+
+def group_blocks(documents: Iterable[Document]) -> Iterator[tuple[int, int, str]]:
+    """The blocks of documents, each with the numbers of its group of about `GROUP` characters and of its document."""
+    characters = 0
+    for number, document in enumerate(documents):
+        for block in document:
+            yield characters // GROUP, number, block
             characters += len(block)
-            if characters >= GROUP:
-                yield blocks
-                blocks, characters = [], 0
-    yield blocks
 
 
 def prepare_units(files: Sequence[TextFile], tokenizer: Tokenizer, folder: Path) -> list[Unit]:
     """The units of files, made complete: first those that no other command is at, then what is left."""
     folder.mkdir(parents=True, exist_ok=True)
-    units, begins = [], itertools.accumulate((file.size for file in files), initial=0)  # bytes before each file
-    for _, pairs in itertools.groupby(zip(begins, files, strict=False), lambda pair: pair[0] // UNIT_BYTES):
+    units = []
+    bytes_before = itertools.accumulate((file.size for file in files), initial=0)  # each file
+    for _, pairs in itertools.groupby(zip(bytes_before, files, strict=False), lambda pair: pair[0] // UNIT_BYTES):
         group = tuple(file for _, file in pairs)  # names, sizes and times of files stand for their text
         units.append(Unit(group, tokenizer, folder / f"{digest(VERSION, group, tokenizer.hash)}.bin"))
     missing = [unit for unit in units if not unit.is_complete()]
@@ -120,13 +122,14 @@ def prepare_units(files: Sequence[TextFile], tokenizer: Tokenizer, folder: Path)
     return units
 
 
-@dataclass
+@dataclass(frozen=True)
 class Span:
-    """Chosen documents that are neighbours in a file."""
+    """Chosen documents that are neighbours in a file: where they are, and how long, in ids."""
 
     path: Path
-    end: int  # in the stream
-    shift: int  # how much later they are in the file than in the stream, in ids
+    file_start: int
+    stream_start: int
+    length: int
 
 
 class TokenStream:
@@ -139,31 +142,32 @@ class TokenStream:
         self._spans: list[Span] = []
         row = 0
         for unit in units:
-            place, is_open, last = 0, False, row + len(unit.table)
-            for tokens, is_chosen in zip(unit.table["tokens"].tolist(), chosen[row:last], strict=True):
+            file_start = 0
+            pairs = zip(chosen[row : row + len(unit.table)], unit.table["tokens"].tolist(), strict=True)
+            for is_chosen, documents in itertools.groupby(pairs, operator.itemgetter(0)):
+                length = sum(tokens for _, tokens in documents)
                 if is_chosen:
-                    if not is_open:
-                        self._spans.append(Span(unit.path, self.length, place - self.length))
-                    self.length += tokens
-                    self._spans[-1].end = self.length
-                place += tokens
-                is_open = is_chosen
-            row = last
+                    self._spans.append(Span(unit.path, file_start, self.length, length))
+                    self.length += length
+                file_start += length
+            row += len(unit.table)
 
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, places: slice) -> np.ndarray:
+    def __getitem__(self, positions: slice) -> np.ndarray:
         """The ids of a slice with step 1. Read each time, since mapped pages would count as memory of the process."""
-        start, stop, _ = places.indices(len(self))
+        start, stop, _ = positions.indices(len(self))
         ids = [np.empty(0, self._dtype)]
-        index = bisect.bisect_right(self._spans, start, key=lambda span: span.end)
+        index = bisect.bisect_right(self._spans, start, key=lambda span: span.stream_start) - 1
         while start < stop:
             span = self._spans[index]
-            end = min(stop, span.end)
-            first = start + span.shift
-            ids.append(np.fromfile(span.path, self._dtype, end - start, offset=first * self._dtype.itemsize))
-            start, index = end, index + 1
+            skipped = start - span.stream_start
+            count = min(stop - start, span.length - skipped)
+            offset = (span.file_start + skipped) * self._dtype.itemsize
+            ids.append(np.fromfile(span.path, self._dtype, count, offset=offset))
+            start += count
+            index += 1
         return np.concatenate(ids)
 
 

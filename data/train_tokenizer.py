@@ -71,7 +71,8 @@ def sample_text(files: list[TextFile], settings: DataSettings) -> list[str]:
     Without documents that may be for validation.
     """
     sample: list[tuple[int, str]] = []  # hashes and blocks
-    size, limit = 0, 1 << 64
+    size = 0
+    limit = 1 << 64
     documents = itertools.chain.from_iterable(map(read_documents, files))
     for document in map(iter, tqdm(documents, "reading", unit=" documents", delay=2, disable=None)):
         beginning = [*itertools.islice(document, 1 + 2 * MAX_VALIDATION // BLOCK)]
@@ -96,7 +97,8 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
 
     if not any(texts):
         raise UserError("there is no text in the files that were named; give files that contain text.")
-    model, options = io.BytesIO(), TRAINER_OPTIONS | {"vocab_size": vocab_size}
+    model = io.BytesIO()
+    options = TRAINER_OPTIONS | {"vocab_size": vocab_size}
     try:
         sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines(texts), model_writer=model, **options)
     except (RuntimeError, ValueError, OSError) as error:
