@@ -155,7 +155,12 @@ class ChatFormat:
                 answered = self.render(messages[: i + 1], answer_follows=False)
                 common = os.path.commonprefix([prompt, answered])  # noqa: RUF071 - no paths
                 if text.startswith(answered) and (common == prompt or common.startswith(question)):
-                    spans.append((len(common), len(answered)))
+                    ended = answered
+                    if self.end_of_turn is not None:  # the template may write more, such as a line break
+                        marker = self.tokenizer.added_tokens[self.end_of_turn].content
+                        before, _, _ = answered.rpartition(marker)
+                        ended = before + marker if len(before) >= len(common) else answered
+                    spans.append((len(common), len(ended)))
                 else:
                     not_found += 1
         return spans, not_found

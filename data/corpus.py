@@ -77,7 +77,8 @@ class Corpus:
             )
         if self.has_long_tokens:
             lines.append(
-                "note: tokens are whole phrases, as the text is small or repeats itself; give a smaller --vocab-size"
+                "note: tokens are whole phrases, as the text is small or repeats itself; give a smaller --vocab-size, "
+                f"such as {max(300, self.tokenizer.vocab_size // 4)}"
             )
         return "\n  ".join(lines)
 

@@ -1,5 +1,6 @@
 """How one file is read: a generator for each format, which holds no more than a block of text or some rows."""
 
+import codecs
 import gzip
 import json
 from collections.abc import Iterable, Iterator
@@ -44,7 +45,9 @@ def read_documents(file: TextFile) -> Iterator[Document]:
 
 def read_blocks(path: Path) -> Iterator[str]:
     """A text file in blocks of complete lines, beyond which no id of our tokenizers reaches; longer lines are cut."""
-    with reading(path, TO_UTF8), open(path, encoding="utf-8-sig", newline="") as file:
+    with reading(path, TO_UTF8), open(path, "rb") as file:
+        encoding = "utf-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
+    with reading(path, TO_UTF8), open(path, encoding=encoding, newline="") as file:
         while block := file.read(BLOCK) + file.readline(BLOCK):
             yield block
 

@@ -66,15 +66,10 @@ def find_files(name: str, settings: DataSettings) -> list[TextFile]:
         files = hub_files("/".join(parts[:2]), "main", start, settings)
     elif os.path.isfile(path):
         files = text_files([path], settings.text_field, optional=False)
-    elif os.path.isdir(path):
-        paths = list(visible_files(path))
-        left_out = Counter(Path(path).suffix or "without a suffix" for path in paths if not find_format(path))
-        if left_out:
-            counts = ", ".join(f"{count} {suffix}" for suffix, count in left_out.most_common(8))
-            note(f"left out of {name}: {counts}; export what should be read as .txt")
+    elif os.path.isdir(path) or glob.has_magic(path):
+        paths = list(visible_files(path)) if os.path.isdir(path) else sorted(glob.glob(path, recursive=True))
+        note_left_out(name, paths)
         files = text_files(paths, settings.text_field)
-    elif glob.has_magic(path):
-        files = text_files(sorted(glob.glob(path, recursive=True)), settings.text_field)
     else:
         choices = f"a path, a pattern, hub:OWNER/NAME, or one of python, python-chat, {', '.join(HUB_TEXTS)}"
         raise UserError(f'no file, folder or known text is called "{name}"; give {choices}.')
@@ -93,6 +88,19 @@ def text_files(paths: Iterable[str | Path], text_field: str, optional: bool = Tr
             status = os.stat(path)
             files.append(TextFile(name, format, text_field, status.st_size, status.st_mtime_ns, optional=optional))
     return files
+
+
+def note_left_out(name: str, paths: Iterable[str]) -> None:
+    """Say how many files, by suffix, and folders are not read of those that a folder has or a pattern matches."""
+    left_out: Counter[str] = Counter()
+    for path in paths:
+        if os.path.isdir(path) and "**" not in name:  # which matches the files in the folder, too
+            left_out["folder"] += 1
+        elif os.path.isfile(path) and not find_format(path):
+            left_out[Path(path).suffix or "without a suffix"] += 1
+    if left_out:
+        counts = ", ".join(f"{count} {suffix}" for suffix, count in left_out.most_common(8))
+        note(f"left out of {name}: {counts}; export what should be read as .txt, and name folders in --data")
 
 
 def find_format(path: str | Path) -> str | None:

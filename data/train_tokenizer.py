@@ -21,7 +21,7 @@ from data.split import MAX_VALIDATION, may_be_held_out
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.tokenizer_json import read_model, tokenizer_files
 from data.tokens import VERSION, content_hash, digest
-from errors import UserError, reading
+from errors import UserError, note, reading
 
 # Characters. A tokenizer of Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
 SAMPLE_SIZE = 10_000_000
@@ -60,6 +60,8 @@ def trained_tokenizer(files: list[TextFile], settings: DataSettings, vocab_size:
         print(f"training a tokenizer of {vocab_size:,} pieces (once) ...", file=sys.stderr, flush=True)
         all_documents = dataclasses.replace(settings, validation_fraction=0)
         sample = sample_text(files, settings) or sample_text(files, all_documents)
+        if any("▁" in block for block in sample):
+            note("this text has the character ▁ (U+2581): it becomes a space")
         tokenizer = train_tokenizer(sample, vocab_size)
         tokenizer.save(folder)
         return tokenizer

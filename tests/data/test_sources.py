@@ -63,22 +63,24 @@ def test_folders_and_patterns_are_sorted_and_take_only_text_and_links_to_folders
         (tmp_path / name).write_text(name, encoding="utf-8")
     assert read(tmp_path) == ["a[1].py", "b/1.TXT", "b/2.md"]
     assert read(tmp_path / "**" / "*") == ["a[1].py", "b/1.TXT", "b/2.md"]
+    assert read(tmp_path / "*") == ["a[1].py"]
     assert read(tmp_path / "b" / "*.md", tmp_path / "a[1].py") == ["b/2.md", "a[1].py"]
     (tmp_path / "b" / "linked").symlink_to(tmp_path.parent)
     assert read(tmp_path) == ["a[1].py", "b/1.TXT", "b/2.md"]
-    left_out, line = capsys.readouterr().err.splitlines()[-2:]
-    assert left_out.startswith(f"left out of {tmp_path}: 1 .png; ")
-    assert line == f"skipped: {tmp_path}/b/linked is a link to a folder; name it in --data too"
+    notes = capsys.readouterr().err
+    assert f"left out of {tmp_path}/*: 1 folder; " in notes and f"left out of {tmp_path}: 1 .png; " in notes
+    assert notes.splitlines()[-1] == f"skipped: {tmp_path}/b/linked is a link to a folder; name it in --data too"
 
 
 def test_files_of_a_folder_that_are_not_utf8_are_left_out_and_so_are_nulls(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("data.readers.BLOCK", 100)
-    (tmp_path / "a.txt").write_bytes("text".encode("utf-16"))
+    (tmp_path / "a.txt").write_bytes("é".encode("latin-1"))
+    (tmp_path / "utf16.txt").write_bytes("記事帳\r\n".encode("utf-16"))  # as Notepad may save it
     (tmp_path / "b.txt").write_bytes(b"a\0b")
     (tmp_path / "c.txt").write_bytes(b"ascii for many blocks\n" * 1000 + b"\xe9")
     write_jsonl(tmp_path / "d.jsonl", [{"text": None}, {"text": "d"}, {"text": None}])
     parquet.write_table(pyarrow.table({"text": ["e", None]}), tmp_path / "e.parquet")
-    assert read(tmp_path) == ["a\0b", "d", "e"]
+    assert read(tmp_path) == ["a\0b", "d", "e", "記事帳\r\n"]
     notes = capsys.readouterr().err.replace(f"{tmp_path}/", "").splitlines()
     assert [note.partition(" cannot")[0] for note in notes] == ["skipped: a.txt", "skipped: c.txt"]
     assert "convert it to UTF-8, or leave it out" in error_message(tmp_path / "c.txt"), "named by itself"
