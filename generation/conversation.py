@@ -60,9 +60,8 @@ class Conversation:
             return stream.stopped
 
         try:
-            [end] = self.continue_prompts(
-                [prompt], sample_numbers=[self.answers], on_token=on_token, prefix=self.prefix
-            ).finish_reasons
+            result = self.continue_prompts([prompt], sample_numbers=[self.answers], on_token=on_token, prefix=self.prefix)
+            [end] = result.finish_reasons
             write(stream.finish())
         except KeyboardInterrupt:
             if not stream.text:
