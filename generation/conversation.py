@@ -18,7 +18,7 @@ COMMANDS = "Ctrl-C stops an answer, /reset starts a new conversation, /quit leav
 class Conversation:
     """What was said so far, of an interrupted answer what it has. An exception undoes the turn that raised it."""
 
-    continue_prompts: Callable[..., Generation]  # `generate` with a decoder and the settings
+    generate: Callable[..., Generation]  # `generate` with a decoder and the settings
     chat: ChatFormat
     settings: Settings
     context: int  # context of the decoder, in tokens
@@ -60,7 +60,7 @@ class Conversation:
             return stream.stopped
 
         try:
-            result = self.continue_prompts([prompt], sample_numbers=[self.answers], on_token=on_token, prefix=self.prefix)
+            result = self.generate([prompt], sample_numbers=[self.answers], on_token=on_token, prefix=self.prefix)
             [end] = result.finish_reasons
             write(stream.finish())
         except KeyboardInterrupt:

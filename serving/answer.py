@@ -30,10 +30,7 @@ Likeliest = Annotated[int, Meta(ge=0, le=20)]
 
 
 class Request(msgspec.Struct, kw_only=True):
-    """What a body asks for, in OpenAI's names. msgspec checks types and ranges, and ignores other fields.
-
-    Fields are as they arrive; properties are what the model gets.
-    """
+    """What a body asks for, in OpenAI's names. msgspec checks types and ranges; properties are what the model gets."""
 
     model: str
     sampling: Sampling
