@@ -84,7 +84,7 @@ def write_gguf(directory: Path, out: Path, dtype: str = "auto", *, name: str = "
     out.parent.mkdir(parents=True, exist_ok=True)
     with writing(out), tempfile.TemporaryDirectory(dir=out.parent) as folder:
         if checkpoint.adapter is not None:
-            merge(checkpoint, tokenizer, ends, Path(folder, "merged"))
+            merge(directory, None, Path(folder, "merged"))
             checkpoint = open_checkpoint(Path(folder, "merged"))
         temporary = Path(folder, out.name)
         with contextlib.closing(GGUFWriter(temporary, architecture)) as writer:

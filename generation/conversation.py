@@ -1,10 +1,12 @@
 """A conversation with a chat model: what was said, within the model's context, and the key/value cache of it."""
 
+import contextlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from data.chat import ChatFormat, Message
-from errors import UserError
+from errors import UserError, log, printable
 from generation.generate import Generation, PrefixCache, check_prompts
 from generation.settings import Settings
 from generation.stream import TextStream
@@ -16,59 +18,57 @@ COMMANDS = "Ctrl-C stops an answer, /reset starts a new conversation, /quit leav
 class Conversation:
     """What was said so far, of an interrupted answer what it has. An exception undoes the turn that raised it."""
 
-    continue_prompts: Callable[..., Generation]  # `generate` with a decoder and the settings
-    format: ChatFormat
+    generate: Callable[..., Generation]  # `generate` with a decoder and the settings
+    chat: ChatFormat
     settings: Settings
     context: int  # context of the decoder, in tokens
-    write: Callable[[str], object]  # gets the answers bit by bit
-    log: Callable[[str], object]  # gets lines about them
     messages: list[Message] = field(default_factory=list)  # questions and their answers in turn
     answers: int = 0  # since the start: the number of the next sample
     prefix: PrefixCache = field(default_factory=PrefixCache)
 
-    def run(self, read: Callable[[], str]) -> None:
+    def run(self) -> None:
         """Answer the lines that are typed until the input ends. A `UserError` ends an answer, not the conversation."""
-        self.log(COMMANDS)
+        log(COMMANDS)
         while True:
             try:
-                line = read()
+                line = read_line()
                 command = line.strip()  # others are text: models have commands of their own, such as /no_think
                 if command in ("/quit", "/exit", "exit", "quit"):
                     return
                 if command in ("/help", "/?"):
-                    self.log(COMMANDS)
+                    log(COMMANDS)
                 elif command == "/reset":
                     self.messages = []
-                    self.log("a new conversation begins")
+                    log("a new conversation begins")
                 elif command:
                     self.answer(line)
             except EOFError:
-                self.log("")  # the next prompt of the shell starts on a line of its own
+                log("")  # the next prompt of the shell starts on a line of its own
                 return
             except UserError as error:
-                self.log(f"error: {error}")
+                log(f"error: {error}")
             except KeyboardInterrupt:
-                self.log("\n/quit leaves")
+                log("\n/quit leaves")
 
     def answer(self, text: str) -> None:
         """Generate the answer to `text` and write it."""
         messages, prompt = self.drop_oldest_turns([*self.messages, {"role": "user", "content": text}])
-        stream = TextStream(self.format.tokenizer, self.settings.stop)
+        stream = TextStream(self.chat.tokenizer, self.settings.stop)
 
         def on_token(_: int, token: int) -> bool:
-            self.write(stream.push(token))
+            write(stream.push(token))
             return stream.stopped
 
         try:
-            options = dict(sample_numbers=[self.answers], on_token=on_token, prefix=self.prefix)
-            [end] = self.continue_prompts([prompt], **options).finish_reasons
-            self.write(stream.finish())
+            result = self.generate([prompt], sample_numbers=[self.answers], on_token=on_token, prefix=self.prefix)
+            [end] = result.finish_reasons
+            write(stream.finish())
         except KeyboardInterrupt:
             if not stream.text:
-                self.log("\nstopped before the answer began; your message is forgotten")
+                log("\nstopped before the answer began; your message is forgotten")
                 return
             end = "interrupted"
-        self.write("\n")
+        write("\n")
         self.messages = [*messages, {"role": "assistant", "content": stream.text}]
         self.answers += 1
         reasons = {
@@ -77,19 +77,36 @@ class Conversation:
             "context": "the answer ends here because the model's context is full",
         }
         if end in reasons:
-            self.log(reasons[end])
+            log(reasons[end])
 
     def drop_oldest_turns(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
         """The messages and their ids; without the oldest turns if there is no room for an answer."""
         # An answer may need `max_new_tokens`, but at most half of the context is kept free for it.
         room = self.context - min(self.settings.token_limit, self.context // 2)
         turns = len(messages) // 2
-        prompt = self.format.encode(messages)
+        prompt = self.chat.encode(messages)
         while len(prompt) > room and len(messages) > 1:
             messages = messages[2:]
-            prompt = self.format.encode(messages)
+            prompt = self.chat.encode(messages)
         check_prompts([prompt], self.context)
         dropped = turns - len(messages) // 2
         if dropped:
-            self.log(f"dropped the oldest {dropped} of {turns} turns: the context is {self.context} tokens")
+            log(f"dropped the oldest {dropped} of {turns} turns: the context is {self.context} tokens")
         return messages, prompt
+
+
+def write(text: str) -> None:
+    """Write to standard output and flush, to a terminal without control characters."""
+    print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
+
+
+def read_line() -> str:
+    """One line that the user types, with the editing keys and the history of readline where Python has it."""
+    with contextlib.suppress(ImportError):  # Windows, whose console edits lines itself
+        import readline  # noqa: F401
+    if sys.stdin.errors != "replace":  # the first time
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+    if sys.stdout.isatty():
+        return input("> ")
+    print("> ", end="", file=sys.stderr, flush=True)  # standard output is for the text
+    return input()

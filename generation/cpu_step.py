@@ -22,7 +22,7 @@ from torch import Tensor
 
 from errors import note
 from model.cache import KeyValueCache
-from model.decoder import Decoder
+from model.decoder import Decoder, Layer
 from model.linear import Linear
 
 
@@ -184,6 +184,44 @@ def run_layer(layer, x, cos, sin, padding, position, centered, eps):
     add_product(x, layer.down, hidden)
 
 
+def norm_rows(weight: Tensor, bias: Tensor | None = None) -> np.ndarray:
+    """The weight of a norm and its bias, or zeros: (2, D) float32."""
+    bias = torch.zeros_like(weight) if bias is None else bias
+    return torch.stack([weight, bias]).detach().float().numpy()
+
+
+def to_matrix(linear: Linear, dtype: torch.dtype) -> Matrix:
+    """The matrix of a linear layer in `dtype`, or in int8 if `quantize_matrices` has made one."""
+    if linear.int8 is not None:
+        values, scales = linear.int8
+    else:
+        values, scales = linear.weight.detach().to(dtype), torch.ones(len(linear.weight))
+    if values.dtype == torch.bfloat16:
+        values = values.view(torch.uint16)
+    bias = torch.zeros(len(scales)) if linear.bias is None else linear.bias.detach().float()
+    return Matrix(values.numpy(), scales.numpy(), bias.numpy())
+
+
+def layer_weights(layer: Layer, keys: np.ndarray, values: np.ndarray, dtype: torch.dtype) -> LayerWeights:
+    attention, mlp = layer.self_attn, layer.mlp
+    before, after = layer.input_layernorm, layer.post_attention_layernorm
+    if attention.q_norm is None:
+        head_norms = np.empty((0, 2, keys.shape[-1]), np.float32)
+    else:
+        head_norms = np.stack([norm_rows(attention.q_norm.weight), norm_rows(attention.k_norm.weight)])
+    return LayerWeights(
+        attention_norm=norm_rows(before.weight, before.bias),
+        qkv=to_matrix(attention.qkv_proj, dtype),
+        head_norms=head_norms,
+        o=to_matrix(attention.o_proj, dtype),
+        mlp_norm=norm_rows(after.weight, after.bias),
+        gate_up=to_matrix(mlp.gate_up_proj, dtype),
+        down=to_matrix(mlp.down_proj, dtype),
+        keys=keys,
+        values=values,
+    )
+
+
 class CpuDecodeStep:
     """Computes the logits that follow one new token of every sequence in a float32 cache."""
 
@@ -197,27 +235,10 @@ class CpuDecodeStep:
             note("compiling the decoding step for this processor, once: a few seconds")
         self.embedding, self.dtype = decoder.embed_tokens.weight.detach(), decoder.compute_dtype
         self.centered, self.eps = config.norm == "layer", config.norm_eps
-
-        def norm(weight: Tensor, bias: Tensor | None = None) -> np.ndarray:
-            bias = torch.zeros_like(weight) if bias is None else bias
-            return torch.stack([weight, bias]).detach().float().numpy()
-
-        def matrix(linear: Linear) -> Matrix:
-            values, scales = linear.int8 or (linear.weight.detach().to(self.dtype), torch.ones(len(linear.weight)))
-            values = values.view(torch.uint16) if values.dtype == torch.bfloat16 else values
-            bias = torch.zeros(len(scales)) if linear.bias is None else linear.bias.detach().float()
-            return Matrix(values.numpy(), scales.numpy(), bias.numpy())
-
-        self.layers = []
-        for layer, keys, values in zip(decoder.layers, cache.keys.numpy(), cache.values.numpy(), strict=True):
-            attention, mlp = layer.self_attn, layer.mlp
-            before, after = (norm(n.weight, n.bias) for n in (layer.input_layernorm, layer.post_attention_layernorm))
-            head_norms = [norm(n.weight) for n in (attention.q_norm, attention.k_norm) if n is not None]
-            head_norms = np.array(head_norms, np.float32).reshape(-1, 2, config.resolved_head_dim)
-            qkv, o, gate_up, down = map(matrix, (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj))
-            self.layers.append(LayerWeights(before, qkv, head_norms, o, after, gate_up, down, keys, values))
-        self.norm = norm(decoder.norm.weight, decoder.norm.bias)
-        self.head = matrix(decoder.head)
+        parts = zip(decoder.layers, cache.keys.numpy(), cache.values.numpy(), strict=True)
+        self.layers = [layer_weights(layer, keys, values, self.dtype) for layer, keys, values in parts]
+        self.norm = norm_rows(decoder.norm.weight, decoder.norm.bias)
+        self.head = to_matrix(decoder.head, self.dtype)
         decoder.rope.grow(cache.max_length)
         self.cos, self.sin = decoder.rope.cos.numpy(), decoder.rope.sin.numpy()
 

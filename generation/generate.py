@@ -139,8 +139,6 @@ def generate(
 class PromptTooLong(UserError):
     """A prompt that leaves no room in the model's context."""
 
-    code = "context_length_exceeded"  # as OpenAI's API calls it
-
 
 def check_prompts(prompts: Sequence[Sequence[int]], context: int) -> None:
     """Raise `PromptTooLong` for a prompt that leaves no position of the model's context for a new token."""

@@ -13,7 +13,7 @@ from errors import UserError
 from files import read_json
 from generation.steps import MAX_CPU_SEQUENCES, decode_step_kind, quantize_matrices
 from model.decoder import Decoder
-from model.device import choose_device, choose_dtype
+from model.device import choose_device, choose_dtype, explain_out_of_memory
 
 
 def open_model(
@@ -46,8 +46,10 @@ def load_decoder(
     return decoder
 
 
-def merge(checkpoint: Checkpoint, tokenizer: Tokenizer, ends: frozenset[int], new: Path) -> None:
+@explain_out_of_memory("out of memory; merge on a machine that has more.")
+def merge(directory: Path, adapter: str | None, new: Path) -> None:
     """Write a model with its adapter added, in the dtypes of its files, as the directory `new`."""
+    checkpoint, tokenizer, ends = open_model(directory, adapter)
     if new.exists():
         raise UserError(f"--merge {new} exists; give a new directory.")
     if checkpoint.adapter is None:

@@ -1,6 +1,7 @@
 """What generate.py is asked: its flags (fields, whose docstrings are the help) and prompts. Imports no torch."""
 
 import os
+import shlex
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,7 @@ from msgspec import Meta
 from checkpoints.find import find_adapter, generation_config
 from errors import UserError, log, note, reading
 from files import read_json
-from flags import Fraction, NonNegativeFloat, NonNegativeInt, check_fields, optional
+from flags import Fraction, NonNegativeFloat, NonNegativeInt, check_fields, optional, parse_flags
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Settings:
     merge: Annotated[Path | None, optional("NEW")] = None
     """Do not generate; write RUN and its adapter as one model, the new directory NEW. Whether other programs read the
     same model from it: python -m contrib.same NEW"""
-    text: Annotated[str | None, optional("[TEXT]"), tyro.conf.Positional] = None
+    text: Annotated[tuple[str, ...], optional("[TEXT]"), tyro.conf.Positional] = ()
     """Text to continue, or with --chat the message to answer. Default: standard input, minus one final line break; if
     that is a terminal or empty, the model starts a text of its own."""
     prompt: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -103,6 +104,10 @@ class Settings:
     def __post_init__(self) -> None:
         if min(self.token_limit, self.samples, self.batch_size) < 1:
             raise UserError("--max-new-tokens, --samples and --batch-size must be at least 1.")
+        if len(self.text) > 1 and any(" " in text for text in self.text):  # they were in quotes
+            raise UserError("for several texts repeat --prompt TEXT.")
+        if len(self.text) > 1:
+            raise UserError(f"put a text of several words in quotes: {shlex.quote(' '.join(self.text))}")
         if self.system is not None and not self.chat:
             raise UserError("--system is for conversations; give --chat too.")
 
@@ -113,35 +118,44 @@ class Settings:
         return default if self.max_new_tokens is None else self.max_new_tokens
 
 
-def recommended_sampling(directory: Path, adapter: str | None = None) -> Sampling | None:
-    """The sampling that generation_config.json recommends for conversations, as transformers reads it, or None."""
+def apply_recommended(settings: Settings, directory: Path) -> tuple[Settings, str]:
+    """The flags again, with the model's recommended sampling as the default if it has one; and where that is from."""
+    recommended = recommended_sampling(directory, settings.adapter, settings.chat)
+    if recommended is None:
+        return settings, "the defaults"
+    settings = parse_flags(Settings, prog="generate.py", default=Settings(sampling=recommended))
+    return settings, "the model's generation_config.json"
+
+
+def recommended_sampling(directory: Path, adapter: str | None = None, chat: bool = True) -> Sampling | None:
+    """The sampling that generation_config.json recommends, as transformers reads it, or None.
+
+    A greedy one is for chats alone: a text would repeat itself.
+    """
     path = generation_config(*find_adapter(directory, adapter))
     fields = {key: value for key, value in read_json(path).items() if value is not None}
     unsupported = [key for key, neutral in UNSUPPORTED.items() if fields.get(key, neutral) != neutral]
     if unsupported:
         note(f"{path} has {', '.join(unsupported)}, without effect here")
-    recommended = {name: fields[name] for name in vars(Sampling()) if name in fields}
-    if not recommended and "do_sample" not in fields:
+    values = {name: fields[name] for name in vars(Sampling()) if name in fields}
+    if not values and "do_sample" not in fields:
         return None
-    values = {"temperature": 1.0, "top_k": 50} | recommended
     if fields.get("do_sample") is not True:
-        values = {"temperature": 0, "repetition_penalty": recommended.get("repetition_penalty", 1)}
-    elif values["top_k"] == -1:  # off, in vLLM's files
-        values["top_k"] = 0
+        values = {"temperature": 0, "repetition_penalty": values.get("repetition_penalty", 1)}
+    else:
+        values = {"temperature": 1.0, "top_k": 50} | values
+        if values["top_k"] == -1:  # off, in vLLM's files
+            values["top_k"] = 0
     try:
-        return Sampling(**values)
+        sampling = Sampling(**values)
     except UserError as error:
         raise UserError(f"{path} cannot be read ({str(error).rstrip('.')}); correct or delete it.") from None
-
-
-def use_recommended(recommended: Sampling | None, is_chat: bool) -> bool:
-    """Whether a model's recommended sampling is the default: not a greedy one for a text, which would repeat itself."""
-    return recommended is not None and (is_chat or recommended.temperature > 0)
+    return sampling if chat or sampling.temperature > 0 else None
 
 
 def read_prompts(settings: Settings) -> list[str]:
     """The prompts of the command line, else those on standard input; none for a conversation in a terminal."""
-    prompts = [*settings.prompt] if settings.text is None else [settings.text, *settings.prompt]
+    prompts = [*settings.text, *settings.prompt]
     if prompts and settings.jsonl and os.path.isfile(prompts[0]):  # a path of any length
         raise UserError(f"--jsonl reads standard input: python generate.py RUN --jsonl < {prompts[0]}")
     if prompts:

@@ -7,7 +7,7 @@ kernels for a GPU `GpuDecodeStep`; for other models and larger batches the decod
 import contextlib
 import weakref
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from model.config import ModelConfig
 from model.decoder import Decoder
 from model.device import allocate
 from model.linear import Linear
+
+if TYPE_CHECKING:
+    from generation.cpu_step import CpuDecodeStep
 
 MAX_CPU_SEQUENCES = 16  # the largest batch that was measured
 MAX_GPU_SEQUENCES = 8  # more need more registers than a thread has; an ordinary matrix product is good at more
@@ -45,17 +48,20 @@ def decode_step_kind(
     return "cpu"
 
 
-def decode_step(decoder: Decoder, batch_size: int, positions: int) -> contextlib.AbstractContextManager:
-    """The fastest step for a decoder, with an empty cache for `positions`; None if the decoder itself is faster."""
-    if decoder.lora is not None:  # in training; elsewhere an adapter is part of the weights
-        return contextlib.nullcontext()
+@contextlib.contextmanager
+def decode_step(decoder: Decoder, batch_size: int, positions: int) -> Iterator["CpuDecodeStep | GpuDecodeStep | None"]:
+    """Yield the fastest step, with an empty cache for `positions`, or None where the decoder itself is faster."""
     device, dtype = decoder.embed_tokens.weight.device, decoder.compute_dtype
     kind = decode_step_kind(decoder.config, device, dtype, batch_size)
-    if kind != "cpu":
-        return last_gpu_step(decoder, batch_size, positions) if kind == "gpu" else contextlib.nullcontext()
-    from generation.cpu_step import CpuDecodeStep  # imports Numba, which a GPU does not need
+    if kind is None or decoder.lora is not None:  # in training; elsewhere an adapter is part of the weights
+        yield None
+    elif kind == "gpu":
+        with last_gpu_step(decoder, batch_size, positions) as step:
+            yield step
+    else:
+        from generation.cpu_step import CpuDecodeStep  # imports Numba, which a GPU does not need
 
-    return contextlib.nullcontext(CpuDecodeStep(decoder, KeyValueCache(decoder.config, batch_size, positions)))
+        yield CpuDecodeStep(decoder, KeyValueCache(decoder.config, batch_size, positions))
 
 
 def quantize_matrices(decoder: Decoder) -> None:

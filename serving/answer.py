@@ -16,7 +16,7 @@ from errors import UserError, reading
 from files import read_json, read_toml
 from generation.generate import PrefixCache, check_prompts, generate
 from generation.load import load_decoder, open_model
-from generation.settings import Sampling, recommended_sampling, use_recommended
+from generation.settings import Sampling, recommended_sampling
 from generation.stream import TextStream
 from model.cache import KeyValueCache
 from model.config import ModelConfig
@@ -30,11 +30,10 @@ Likeliest = Annotated[int, Meta(ge=0, le=20)]
 
 
 class Request(msgspec.Struct, kw_only=True):
-    """What a body asks for, in OpenAI's names. msgspec checks types and ranges, and ignores other fields."""
+    """What a body asks for, in OpenAI's names. msgspec checks types and ranges; properties are what the model gets."""
 
     model: str
     sampling: Sampling
-    max_tokens: Annotated[int, Meta(ge=0)] = 200
     begin_ids: list[int] = []  # not OpenAI's: the answer begins with them, and they are not sent again
     n: Annotated[int, Meta(ge=1, le=16)] = 1
     stop: str | Annotated[list[str], Meta(max_length=64)] = []
@@ -48,8 +47,16 @@ class Request(msgspec.Struct, kw_only=True):
     def __post_init__(self) -> None:
         if self.response_format.get("type", "text") != "text":
             raise ValueError("`response_format` other than text is not supported")
-        self.stop = [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text]
-        self.logprobs = self.logprobs is not False  # from here on whether they are wanted, and top_logprobs how many
+
+    @property
+    def stop_strings(self) -> list[str]:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        return [text for text in stop if text]
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many likeliest tokens are sent with each token and its logprob; None if no logprobs are wanted."""
+        return None if self.logprobs is False else self.top_logprobs
 
 
 class ChatRequest(Request, kw_only=True):
@@ -58,20 +65,27 @@ class ChatRequest(Request, kw_only=True):
 
 
 class CompletionRequest(Request, kw_only=True):
+    max_tokens: Annotated[int, Meta(ge=0)] = 200
     prompt: str | list[str | int | list[int]] = ""
     echo: bool = False
 
     def __post_init__(self) -> None:
-        self.top_logprobs = int(self.logprobs)
         super().__post_init__()
-        if isinstance(self.prompt, str) or all(isinstance(item, int) for item in self.prompt):
-            self.prompt = [self.prompt]
-        if any(isinstance(item, int) for item in self.prompt):
+        if any(isinstance(prompt, int) for prompt in self.prompts):
             raise ValueError("`prompt` must be a text, a list of token ids, or a list of such")
-        if self.n * len(self.prompt) > MAX_CHOICES:
+        if self.n * len(self.prompts) > MAX_CHOICES:
             raise ValueError(f"at most {MAX_CHOICES} choices can be asked for at once")
         if not self.max_tokens and not self.echo:
             raise ValueError("`max_tokens` must be at least 1, or 0 with `echo`")
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        is_one = isinstance(self.prompt, str) or all(isinstance(item, int) for item in self.prompt)
+        return [self.prompt] if is_one else self.prompt
+
+    @property
+    def likeliest(self) -> int | None:
+        return None if self.logprobs is False else int(self.logprobs)
 
 
 class InspectRequest(msgspec.Struct, kw_only=True):
@@ -83,29 +97,27 @@ class InspectRequest(msgspec.Struct, kw_only=True):
     norm: str | None = None  # all
 
 
-class Step(NamedTuple):
-    """A piece of one choice: the text that a new token completed, and that token."""
+class Piece(NamedTuple):
+    """A part of one choice: the text that a new token completed, and that token."""
 
     choice: int
     text: str
     tokens: Sequence[dict] = ()  # with logprobs, if the request asks for them
     end: str | None = None  # why the choice ends here
-    begins: bool = False  # whether it is the first step of its choice
+    begins: bool = False  # whether it is the first piece of its choice
 
 
-def to_choices(request: Request, steps: Sequence[Step]) -> list[dict]:
+def to_choices(request: Request, pieces: Sequence[Piece]) -> list[dict]:
     """The choices of a response, or of a chunk of one, in OpenAI's format."""
-    steps_by_choice: dict[int, list[Step]] = {}
-    for step in steps:
-        steps_by_choice.setdefault(step.choice, []).append(step)
     choices = []
-    for index, own_steps in sorted(steps_by_choice.items()):
-        text = "".join(step.text for step in own_steps)
-        tokens = [token for step in own_steps for token in step.tokens]
+    for index in sorted({piece.choice for piece in pieces}):
+        own_pieces = [piece for piece in pieces if piece.choice == index]
+        text = "".join(piece.text for piece in own_pieces)
+        tokens = [token for piece in own_pieces for token in piece.tokens]
         logprobs = {"content": tokens} if tokens else None
-        choice = {"index": index, "finish_reason": own_steps[-1].end, "logprobs": logprobs}
+        choice = {"index": index, "finish_reason": own_pieces[-1].end, "logprobs": logprobs}
         if isinstance(request, ChatRequest):
-            role = {"role": "assistant"} if own_steps[0].begins else {}  # clients join those of chunks
+            role = {"role": "assistant"} if own_pieces[0].begins else {}  # clients join those of chunks
             choice["delta" if request.stream else "message"] = role | {"content": text}
         else:
             choice["text"] = text
@@ -148,19 +160,21 @@ class ServedModel:
     def __init__(self, name: str, directory: Path, dtype: str = "auto", device: str = "auto"):
         checkpoint, self.tokenizer, self.eos_ids = open_model(directory)
         self.decoder = load_decoder(checkpoint, device, dtype)
+        self.device = self.decoder.embed_tokens.weight.device
         self.prefix = PrefixCache()
-        recommended = recommended_sampling(directory)
-        self.chat_sampling = recommended or Sampling()
-        self.text_sampling = recommended if use_recommended(recommended, is_chat=False) else Sampling()
+        self.chat_sampling = recommended_sampling(directory) or Sampling()
+        self.text_sampling = recommended_sampling(directory, chat=False) or Sampling()
         self.vocab_size = min(self.tokenizer.vocab_size, checkpoint.config.vocab_size)
         self.card = model_card(name, directory, checkpoint.config, self.tokenizer, self.chat_sampling)
 
     @explain_out_of_memory("out of memory; send a shorter prompt, or ask for fewer samples.")
     @torch.inference_mode()
-    def answer(self, request: Request, emit: Callable[[Step], object]) -> dict:
-        """Emit the steps of the answer, and return the usage. What is wrong with a prompt is raised before them."""
-        answer = self.chat if isinstance(request, ChatRequest) else self.complete
-        read, written = answer(request, emit)
+    def answer(self, request: Request, emit: Callable[[Piece], object]) -> dict:
+        """Emit the pieces of the answer, and return the usage. What is wrong with a prompt is raised before them."""
+        if isinstance(request, ChatRequest):
+            read, written = self.chat(request, emit)
+        else:
+            read, written = self.complete(request, emit)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     @explain_out_of_memory("out of memory; send a shorter text.")
@@ -177,29 +191,29 @@ class ServedModel:
         fields["top_texts"] = [[[text_by_id[i] for i in top] for top in tops] for tops in fields.pop("top_ids")]
         return fields | {"tokens": [text_by_id[i] for i in ids]}
 
-    def chat(self, request: ChatRequest, emit: Callable[[Step], object]) -> tuple[int, int]:
+    def chat(self, request: ChatRequest, emit: Callable[[Piece], object]) -> tuple[int, int]:
         """Answer a conversation; returns the numbers of tokens of the prompt and of the answers."""
         chat = ChatFormat(self.tokenizer)
         ids = [*chat.encode(request.messages), *request.begin_ids]
         self.check([ids])
-        streams = {i: TextStream(self.tokenizer, request.stop, request.begin_ids) for i in range(request.n)}
+        streams = {i: TextStream(self.tokenizer, request.stop_strings, request.begin_ids) for i in range(request.n)}
         for choice in streams:
-            emit(Step(choice, "", begins=True))
+            emit(Piece(choice, "", begins=True))
         return len(ids), self.sample(request, emit, streams, ids, self.eos_ids | chat.ends)
 
-    def complete(self, request: CompletionRequest, emit: Callable[[Step], object]) -> tuple[int, int]:
+    def complete(self, request: CompletionRequest, emit: Callable[[Piece], object]) -> tuple[int, int]:
         """Continue each prompt, or only score it; returns the numbers of tokens of the prompts and of the texts."""
-        encoded = [self.encode(prompt, request) for prompt in request.prompt]
+        encoded = [self.encode(prompt, request) for prompt in request.prompts]
         written = 0
         self.check(encoded, new_tokens=request.max_tokens)
-        for index, (prompt, ids) in enumerate(zip(request.prompt, encoded, strict=True)):
+        for index, (prompt, ids) in enumerate(zip(request.prompts, encoded, strict=True)):
             # Without the last cache, one pass over the prompt gives generate.py's text; after `score`, its cache does.
             self.prefix = PrefixCache()
             streams = {}
             for choice in range(index * request.n, (index + 1) * request.n):
-                streams[choice] = TextStream(self.tokenizer, request.stop, ids)
-                emit(Step(choice, streams[choice].text if request.echo else "", begins=True))
-            if request.echo and request.logprobs:
+                streams[choice] = TextStream(self.tokenizer, request.stop_strings, ids)
+                emit(Piece(choice, streams[choice].text if request.echo else "", begins=True))
+            if request.echo and request.likeliest is not None:
                 self.score(request, emit, streams, ids)
             if request.max_tokens:
                 is_text = isinstance(prompt, str) and not request.begin_ids
@@ -207,7 +221,7 @@ class ServedModel:
                 written += self.sample(request, emit, streams, ids, self.eos_ids, first_tokens)
             else:
                 for choice, stream in streams.items():
-                    emit(Step(choice, stream.finish(), end="length"))
+                    emit(Piece(choice, stream.finish(), end="length"))
         return sum(map(len, encoded)), written
 
     def encode(self, prompt: str | list[int], request: CompletionRequest) -> list[int]:
@@ -225,7 +239,7 @@ class ServedModel:
         if new_tokens:
             check_prompts(prompts, self.decoder.config.max_position_embeddings)
 
-    def score(self, request: Request, emit: Callable[[Step], object], choices: Iterable[int], ids: list[int]) -> None:
+    def score(self, request: Request, emit: Callable[[Piece], object], choices: Iterable[int], ids: list[int]) -> None:
         """Emit the tokens of a prompt with their logprobs, which the first one does not have.
 
         More tokens than the context are read in windows, of which each begins with the second half of the one before.
@@ -233,21 +247,23 @@ class ServedModel:
         context = self.decoder.config.max_position_embeddings
         repeated = context - context // 2
         for begin in range(0, max(len(ids) - repeated, 1), context // 2):
-            for place, (token, logprobs) in enumerate(self.predict(ids[begin : begin + context])):
+            window = ids[begin : begin + context]
+            cache = KeyValueCache(
+                self.decoder.config, 1, len(window), device=self.device, dtype=self.decoder.compute_dtype
+            )
+            self.prefix = PrefixCache(window, cache)
+            for place, (token, logprobs) in enumerate(self.predict(window, cache)):
                 if begin == 0 or place >= repeated:
-                    described = [self.describe(token, logprobs, request.top_logprobs)]
+                    described = [self.describe(token, logprobs, request.likeliest)]
                     for choice in choices:
-                        emit(Step(choice, "", described))
+                        emit(Piece(choice, "", described))
 
-    def predict(self, ids: list[int]) -> Iterator[tuple[int, torch.Tensor | None]]:
-        """Each token with the logprobs of all that may stand in its place, None for the first one."""
+    def predict(self, ids: list[int], cache: KeyValueCache) -> Iterator[tuple[int, torch.Tensor | None]]:
+        """Yield each id with the log-probabilities (V,) at its position, None for the first; fills the empty cache."""
         logprobs = None
-        device = self.decoder.embed_tokens.weight.device
-        cache = KeyValueCache(self.decoder.config, 1, len(ids), device=device, dtype=self.decoder.compute_dtype)
-        self.prefix = PrefixCache(ids, cache)
         for start in range(0, len(ids), SCORED_AT_ONCE):
             chunk = ids[start : start + SCORED_AT_ONCE]
-            logits = self.decoder(torch.tensor([chunk], device=device), cache=cache)[0, :, : self.vocab_size]
+            logits = self.decoder(torch.tensor([chunk], device=self.device), cache=cache)[0, :, : self.vocab_size]
             for token, following in zip(chunk, logits.log_softmax(-1), strict=True):
                 yield token, logprobs
                 logprobs = following
@@ -262,17 +278,17 @@ class ServedModel:
 
         def on_logits(logits: torch.Tensor) -> None:
             nonlocal logprobs
-            if request.logprobs:
+            if request.likeliest is not None:
                 logprobs = logits.log_softmax(-1)
 
         def on_token(i: int, token: int) -> bool:
-            described = [] if logprobs is None else [self.describe(token, logprobs[i], request.top_logprobs)]
-            emit(Step(choices[i], streams[choices[i]].push(token), described))
+            described = [] if logprobs is None else [self.describe(token, logprobs[i], request.likeliest)]
+            emit(Piece(choices[i], streams[choices[i]].push(token), described))
             return streams[choices[i]].stopped
 
         def on_finish(i: int, reason: str) -> None:
             end = "stop" if reason in ("eos", "stop") else "length"
-            emit(Step(choices[i], streams[choices[i]].finish(), end=end))
+            emit(Piece(choices[i], streams[choices[i]].finish(), end=end))
 
         if request.n > 1:
             self.prefix = PrefixCache()

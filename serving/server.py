@@ -14,8 +14,9 @@ import uvicorn
 from starlette import applications, exceptions, requests, responses, routing
 
 from errors import UserError, reading
+from generation.generate import PromptTooLong
 from generation.settings import Sampling
-from serving.answer import ChatRequest, CompletionRequest, InspectRequest, Request, ServedModel, Step, to_choices
+from serving.answer import ChatRequest, CompletionRequest, InspectRequest, Piece, Request, ServedModel, to_choices
 
 MAX_WAITING, MAX_BODY = 8, 1_000_000  # requests, bytes
 
@@ -24,15 +25,15 @@ class Server(uvicorn.Server):
     def __init__(self, directories: dict[str, Path], host: str, dtype: str = "auto", device: str = "auto"):
         self.models = {name: ServedModel(name, directory, dtype, device) for name, directory in directories.items()}
         self.worker = ThreadPoolExecutor(1)
-        self.answers = set()  # the one that is computed, and those that wait
+        self.pending = set()  # futures of the request that is computed, and of those that wait
         cards = {"object": "list", "data": [model.card for model in self.models.values()]}
         routes = [
             routing.Route("/", lambda http: responses.FileResponse(Path(__file__).with_name("page.html"))),
             routing.Route("/health", responses.JSONResponse({"status": "ok"}), methods=["GET"]),
             routing.Route("/v1/models", responses.JSONResponse(cards), methods=["GET"]),
             routing.Route("/v1/models/{id:path}", self.card),
-            routing.Route("/v1/completions", self.answer, methods=["POST"]),
-            routing.Route("/v1/chat/completions", self.answer, methods=["POST"]),
+            routing.Route("/v1/completions", self.create, methods=["POST"]),
+            routing.Route("/v1/chat/completions", self.create, methods=["POST"]),
             routing.Route("/inspect", self.inspect, methods=["POST"]),
         ]
         # Against DNS rebinding: a page of another site can send requests here, but with that site's name as Host.
@@ -70,62 +71,65 @@ class Server(uvicorn.Server):
                 default = model.chat_sampling if kind is ChatRequest else model.text_sampling
             return msgspec.convert(fields | {"sampling": msgspec.convert(vars(default) | fields, Sampling)}, kind)
 
-    async def answer(self, http: requests.Request) -> responses.Response:
+    async def create(self, http: requests.Request) -> responses.Response:
         is_chat = http.url.path == "/v1/chat/completions"
         id = f"cmpl-{secrets.token_hex(12)}"
         request = self.read(await read_body(http), ChatRequest if is_chat else CompletionRequest)
-        answer, steps = self.submit(http, request)
+        future, pieces = self.submit(http, request)
         about = {"id": id, "object": "text_completion"}
         if is_chat:
             about = {"id": f"chat{id}", "object": "chat.completion.chunk" if request.stream else "chat.completion"}
         about |= {"model": request.model, "created": int(time.time())}
 
-        def response(steps: list[Step], **usage: dict) -> str:
-            return json.dumps(about | {"choices": to_choices(request, steps)} | usage)
+        def response(pieces: list[Piece], usage: dict | None = None) -> str:
+            fields = about | {"choices": to_choices(request, pieces)}
+            return json.dumps(fields if usage is None else fields | {"usage": usage})
 
-        async def chunks(step: Step | None) -> AsyncIterator[str]:
-            while step is not None:
-                yield f"data: {response([step])}\n\n"
-                step = await steps.get()
-            if answer.exception():
-                yield f"data: {refuse(http, answer.exception()).body.decode()}\n\n"
+        async def chunks(piece: Piece | None) -> AsyncIterator[str]:
+            while piece is not None:
+                yield f"data: {response([piece])}\n\n"
+                piece = await pieces.get()
+            if future.exception():
+                yield f"data: {refuse(http, future.exception()).body.decode()}\n\n"
             elif request.stream_options.get("include_usage"):
-                yield f"data: {response([], usage=answer.result())}\n\n"
+                yield f"data: {response([], future.result())}\n\n"
             yield "data: [DONE]\n\n"
 
-        emitted = [await steps.get()]
+        emitted = [await pieces.get()]
         if request.stream and emitted[0] is not None:  # else it has failed
             return responses.StreamingResponse(chunks(emitted[0]), media_type="text/event-stream")
         while emitted[-1] is not None:
-            emitted.append(await steps.get())
-        usage = await answer
-        return responses.Response(response(emitted[:-1], usage=usage), media_type="application/json")
+            emitted.append(await pieces.get())
+        usage = await future
+        return responses.Response(response(emitted[:-1], usage), media_type="application/json")
 
     async def inspect(self, http: requests.Request) -> responses.Response:
-        answer, _ = self.submit(http, self.read(await read_body(http), InspectRequest))
-        return responses.Response(msgspec.json.encode(await answer), media_type="application/json")  # NaN as null
+        future, _ = self.submit(http, self.read(await read_body(http), InspectRequest))
+        return responses.Response(msgspec.json.encode(await future), media_type="application/json")  # NaN as null
 
     def submit(self, http: requests.Request, request: Request | InspectRequest) -> tuple[asyncio.Future, asyncio.Queue]:
-        """Give a request to the worker: its usage, and a queue of its steps, which None ends."""
+        """Give a request to the worker: a future of its result, and a queue of its pieces, which None ends."""
         model = self.find(request.model)
-        if len(self.answers) > MAX_WAITING:
+        if len(self.pending) > MAX_WAITING:
             raise exceptions.HTTPException(429, f"{MAX_WAITING} requests are waiting; try again later")
         loop = asyncio.get_running_loop()
-        steps = asyncio.Queue()
+        pieces = asyncio.Queue()
         left = asyncio.ensure_future(http.receive())  # the only message after the body: the client has left
 
-        def emit(step: Step) -> None:  # in the worker's thread
+        def emit(piece: Piece) -> None:  # in the worker's thread
             if left.done() or self.should_exit:
                 raise UserError("the answer was ended")
-            loop.call_soon_threadsafe(steps.put_nowait, step)
+            loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
-        call = [model.inspect, request] if isinstance(request, InspectRequest) else [model.answer, request, emit]
-        answer = loop.run_in_executor(self.worker, *call)
-        self.answers.add(answer)
-        answer.add_done_callback(self.answers.discard)
-        answer.add_done_callback(lambda _: steps.put_nowait(None))
-        left.add_done_callback(lambda _: answer.cancel())  # if it has not begun
-        return answer, steps
+        if isinstance(request, InspectRequest):
+            future = loop.run_in_executor(self.worker, model.inspect, request)
+        else:
+            future = loop.run_in_executor(self.worker, model.answer, request, emit)
+        self.pending.add(future)
+        future.add_done_callback(self.pending.discard)
+        future.add_done_callback(lambda _: pieces.put_nowait(None))
+        left.add_done_callback(lambda _: future.cancel())  # if it has not begun
+        return future, pieces
 
 
 async def read_body(http: requests.Request) -> bytes:
@@ -145,12 +149,15 @@ async def refuse_host(scope: dict, *_) -> None:
 
 def refuse(http: requests.Request, error: Exception) -> responses.JSONResponse:
     """An error in OpenAI's format."""
-    status = getattr(error, "status_code", 400 if isinstance(error, UserError) else 500)
-    message = getattr(error, "detail", str(error) if status < 500 else repr(error))
-    if status == 405:
-        message = f"{http.url.path} does not take {http.method}; use {error.headers['Allow']}"
-    if status >= 500:
+    if isinstance(error, exceptions.HTTPException):
+        status, message = error.status_code, error.detail
+        if status == 405:
+            message = f"{http.url.path} does not take {http.method}; use {error.headers['Allow']}"
+    elif isinstance(error, UserError):
+        status, message = 400, str(error)
+    else:
+        status, message = 500, repr(error)
         traceback.print_exception(error)
     kind = "invalid_request_error" if status < 500 else "server_error"
-    about = {"message": message, "type": kind, "param": None, "code": getattr(error, "code", None)}
-    return responses.JSONResponse({"error": about}, status)
+    code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+    return responses.JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status)

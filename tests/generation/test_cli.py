@@ -17,7 +17,7 @@ from checkpoints.pretrained import load_pretrained, save_pretrained
 from data.chat import add_chat_template
 from data.tokenizer import encode_prompt, tokens_after
 from errors import UserError
-from generation import cli, generate, load
+from generation import cli, conversation, generate, load
 from generation.settings import Sampling, Settings, read_prompts, recommended_sampling
 from model.lora import add_lora
 
@@ -86,10 +86,10 @@ def test_keys_beside_a_prompt_are_said_to_do_nothing(set_stdin, capsys):
 
 def test_what_is_typed_may_be_anything_and_its_prompt_is_not_printed_to_redirected_output(set_stdin, capsys):
     set_stdin("é\n".encode() + b"\xe9\n", encoding="ascii")
-    assert [cli.read_line(), cli.read_line()] == ["é", "\ufffd"]
+    assert [conversation.read_line(), conversation.read_line()] == ["é", "\ufffd"]
     assert capsys.readouterr() == ("", "> > ")
     with pytest.raises(EOFError):
-        cli.read_line()
+        conversation.read_line()
 
 
 def test_prompts_start_with_bos_and_an_empty_prompt_is_bos_or_else_eos():
@@ -204,8 +204,7 @@ def test_tokenizer_template_and_ends_are_those_of_the_adapter_alone_beside_its_m
     add_chat_template(tokenizer).save(adapter)
     fields = {"do_sample": True, "temperature": 0.3, "eos_token_id": [5, tokenizer.eos_id]}
     (adapter / "generation_config.json").write_text(json.dumps(fields))
-    _, lines = output(checkpoint, [], merge=merged, adapter=str(adapter))
-    assert lines == [f"written: {merged}; try it: python generate.py {merged}"]
+    load.merge(checkpoint, str(adapter), merged)
     for directory, option in ((adapter, None), (checkpoint, str(adapter)), (merged, None)):
         _, opened, ends = load.open_model(directory, option)
         assert opened.chat_template is not None and ends == {5, tokenizer.eos_id}

@@ -7,7 +7,7 @@ import pytest
 from checkpoints.pretrained import load_pretrained
 from data.tokenizer import load_tokenizer
 from errors import UserError
-from generation import cli, cpu_step
+from generation import cli, conversation, cpu_step
 from generation.conversation import Conversation
 from generation.generate import generate
 from generation.settings import Sampling, Settings
@@ -25,9 +25,10 @@ class Talk:
         self.settings = Settings(chat=True, **{"max_new_tokens": 12, "sampling": SAMPLED, **settings})
         self.decoder, self.format = load_pretrained(directory).eval(), chat_format(directory, SYSTEM)
         self.written, self.lines, self.calls, self.fed = [], [], [], []
+        monkeypatch.setattr(conversation, "write", self.written.append)
+        monkeypatch.setattr(conversation, "log", self.lines.append)
         context = self.decoder.config.max_position_embeddings
-        texts, lines = self.written.append, self.lines.append
-        self.conversation = Conversation(self.continue_prompts, self.format, self.settings, context, texts, lines)
+        self.conversation = Conversation(self.continue_prompts, self.format, self.settings, context)
         forward = Decoder.forward
 
         def record(decoder, tokens, *arguments, cache=None, **options):
@@ -100,7 +101,7 @@ def test_an_interrupted_answer_stays_with_the_text_that_it_has_and_its_cache_is_
     places = {
         "prefill": (talk.decoder.layers[1], "forward", 0),
         "step": (cpu_step, "normalize_rows", 5),  # called between the last layer and the head
-        "write": (talk.conversation, "write", 4),
+        "write": (conversation, "write", 4),
     }
     owner, name, calls = places[stage]
     effects = [*[DEFAULT] * calls, KeyboardInterrupt, *[DEFAULT] * 9]
@@ -121,7 +122,7 @@ def test_an_interrupted_answer_stays_with_the_text_that_it_has_and_its_cache_is_
 
 def type_lines(monkeypatch, *lines: str | BaseException) -> None:
     """What `read_line` returns or raises, until the input ends."""
-    monkeypatch.setattr(cli, "read_line", Mock(side_effect=[*lines, EOFError]))
+    monkeypatch.setattr(conversation, "read_line", Mock(side_effect=[*lines, EOFError]))
 
 
 def test_messages_on_the_command_line_are_conversations_of_their_own_and_only_answers_are_printed(
@@ -154,7 +155,7 @@ def test_an_error_or_ctrl_c_neither_ends_nor_changes_the_conversation(talk, monk
     type_lines(
         monkeypatch, "", "  ", "0123456789" * 30, KeyboardInterrupt(), UserError("not UTF-8"), "/?", "/rest", "/quit"
     )
-    talk.conversation.run(cli.read_line)
+    talk.conversation.run()
     first, too_long, interrupted, not_utf8, again, _ = talk.lines
     assert "/reset" in first and "/quit" in interrupted and again == first
     assert too_long.startswith("error: the prompt has") and not_utf8 == "error: not UTF-8"

@@ -91,7 +91,7 @@ def test_it_runs_in_the_thread_of_all_answers_and_is_refused_when_too_many_wait(
         refused = [reply.result() for reply in itertools.islice(concurrent.futures.as_completed(replies), 3)]
         begin.set()
     assert {status for status, _ in refused} == {429} and [reply.result()[0] for reply in replies].count(200) == 9
-    assert threads == [server.worker.submit(threading.get_ident).result()] * 9 and not server.answers
+    assert threads == [server.worker.submit(threading.get_ident).result()] * 9 and not server.pending
 
 
 def test_what_still_waits_when_its_client_leaves_is_not_computed(server, monkeypatch):
@@ -107,10 +107,10 @@ def test_what_still_waits_when_its_client_leaves_is_not_computed(server, monkeyp
     for count in (1, 2, 3):
         connections.append(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60))
         connections[-1].request("POST", "/inspect", json.dumps({"text": "a" * count}).encode())
-        while len(server.answers) < count and time.monotonic() < end:
+        while len(server.pending) < count and time.monotonic() < end:
             time.sleep(0.005)
     connections[1].close()
-    while len(server.answers) > 2 and time.monotonic() < end:
+    while len(server.pending) > 2 and time.monotonic() < end:
         time.sleep(0.005)
     begin.set()
     lengths = [len(json.load(connections[i].getresponse())["tokens"]) for i in (0, 2)]
