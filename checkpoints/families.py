@@ -59,6 +59,7 @@ FAMILIES = {
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     ),
 }  # fmt: skip
+ORIGINAL_CONTEXT = "original_max_position_embeddings"
 SHAPE_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 # The meaning of a missing key, from the configuration classes of transformers. null key/value heads: as many as heads.
@@ -144,20 +145,28 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
             config = from_json(fields)
         except UserError as error:
             raise ValueError(str(error).rstrip(".")) from None
-        if tensors is not None:  # refuses sizes that only config.json has, before memory is allocated for them
-            o_proj = tensors.get(f"model.layers.{config.num_hidden_layers - 1}.self_attn.o_proj.weight")
-            fits = o_proj is not None and o_proj.shape[-1] == config.num_attention_heads * config.resolved_head_dim
-            if not fits or num_parameters(config) > 2 * sum(math.prod(tensor.shape) for tensor in tensors.values()):
-                raise ValueError("the weights beside it have other numbers of layers, heads or parameters")
-    if config.max_position_embeddings < fields.get("max_position_embeddings", 0):
-        context = config.max_position_embeddings
+        if tensors is not None:
+            check_sizes(config, tensors)
+    context = config.max_position_embeddings
+    if context < fields.get("max_position_embeddings", 0):
         note(f"{path} has a sliding window, which is the context here: {context} tokens")
-    for name in zero_biases(config, fields["model_type"]):
-        # Where transformers has trained a bias that the decoder would lack, the decoder gets it.
-        if tensors is not None and name in tensors and tensors[name].read().any():
-            trained = "norm_bias" if config.norm == "layer" else "attention_output_bias"
-            return dataclasses.replace(config, **{trained: True})
-    return config
+    return with_trained_biases(config, fields["model_type"], tensors or {})
+
+
+def check_sizes(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
+    """Refuse sizes that only config.json has, before memory is allocated for them."""
+    o_proj = tensors.get(f"model.layers.{config.num_hidden_layers - 1}.self_attn.o_proj.weight")
+    fits = o_proj is not None and o_proj.shape[-1] == config.num_attention_heads * config.resolved_head_dim
+    if not fits or num_parameters(config) > 2 * sum(math.prod(tensor.shape) for tensor in tensors.values()):
+        raise ValueError("the weights beside it have other numbers of layers, heads or parameters")
+
+
+def with_trained_biases(config: ModelConfig, model_type: str, tensors: Mapping[str, StoredTensor]) -> ModelConfig:
+    """Where transformers has trained a bias that the decoder would lack, the decoder gets it."""
+    if not any(tensors[name].read().any() for name in zero_biases(config, model_type) if name in tensors):
+        return config
+    field = "norm_bias" if config.norm == "layer" else "attention_output_bias"
+    return dataclasses.replace(config, **{field: True})
 
 
 def zero_biases(config: ModelConfig, model_type: str | None = None) -> list[str]:
@@ -181,12 +190,10 @@ def from_json(fields: dict) -> ModelConfig:
         raise ValueError(f"model_type is {model_type!r}, and supported are {', '.join([*FAMILIES, 'prenorm'])}")
     family = FAMILIES[model_type]
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}  # the name in transformers 4, and in 5
-    names = [*fields, "partial_rotary_factor"]  # of all keys with a default, only this one's may be harmful
     fields = DEFAULTS | family.defaults | fields
     scaling = read_rope_scaling(rope, fields)
     fields |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    for key in names:
-        value = fields.get(key)
+    for key, value in fields.items():  # defaults too: stablelm's partial_rotary_factor is harmful
         if value not in HARMLESS.get(key, (value,)):
             raise ValueError(f"{key} is {value!r}, which this decoder cannot represent")
     layer_types = set(fields["layer_types"] or ())
@@ -223,17 +230,21 @@ def read_rope_scaling(rope: dict, fields: dict) -> dict | None:
         return None
     scaling = {"rope_type": kind, **{key: rope.get(key) for key in ROPE_SCALING[kind]}}
     context = fields["max_position_embeddings"]
-    original = "original_max_position_embeddings"
-    if original in scaling:
-        scaling[original] = fields.get(original, rope.get(original, context))  # the key outside `rope` counts first
+    if ORIGINAL_CONTEXT in scaling:  # the key outside `rope` counts first
+        scaling[ORIGINAL_CONTEXT] = fields.get(ORIGINAL_CONTEXT, rope.get(ORIGINAL_CONTEXT, context))
     if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         raise ValueError("rope_type llama3 needs a high_freq_factor above low_freq_factor")
     if kind == "yarn":
-        scaling["beta_fast"] = rope.get("beta_fast") or 32
-        scaling["beta_slow"] = rope.get("beta_slow") or 1
-        scaling["truncate"] = bool(rope.get("truncate", True))
-        if "factor" in rope and scaling["factor"] is None:
-            scaling["factor"] = context / scaling[original]
-        if scaling["attention_factor"] is None:  # Peng et al. 2023, equation 22
-            scaling["attention_factor"] = 0.1 * math.log(max(scaling["factor"], 1.0)) + 1
+        add_yarn_defaults(scaling, rope, context)
     return scaling
+
+
+def add_yarn_defaults(scaling: dict, rope: dict, context: int) -> None:
+    """Complete `scaling` with the numbers of yarn that `rope` leaves out, as transformers does."""
+    scaling["beta_fast"] = rope.get("beta_fast") or 32
+    scaling["beta_slow"] = rope.get("beta_slow") or 1
+    scaling["truncate"] = bool(rope.get("truncate", True))
+    if "factor" in rope and rope["factor"] is None:
+        scaling["factor"] = context / scaling[ORIGINAL_CONTEXT]
+    if scaling["attention_factor"] is None:  # Peng et al. 2023, equation 22
+        scaling["attention_factor"] = 0.1 * math.log(max(scaling["factor"], 1.0)) + 1

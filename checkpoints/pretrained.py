@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from checkpoints import adapters
 from checkpoints.families import SHAPE_FIELDS, load_config, to_json, zero_biases
-from checkpoints.weights import SINGLE, StoredTensor, check_format, find_weight_files, stored_tensors
+from checkpoints.weights import ADAPTER_CONFIG, SINGLE, StoredTensor, check_format, find_weight_files, stored_tensors
 from errors import UserError, reading
 from model.config import ModelConfig
 from model.decoder import Decoder
@@ -69,7 +69,7 @@ def save_pretrained(
         tensors = {adapters.PREFIX + name: tensor.cpu() for name, tensor in tensors.items() if ".lora_" in name}
         targets = sorted({name.split(".")[-3] for name in tensors})
         fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "target_modules": targets}
-        write_json(directory / adapters.CONFIG, fields | decoder.lora)
+        write_json(directory / ADAPTER_CONFIG, fields | decoder.lora)
         save_tensors(tensors, directory / adapters.WEIGHTS)
         return
     dtype = decoder.embed_tokens.weight.dtype
