@@ -84,10 +84,10 @@ ROPE_KEYS |= {"finetuned"}.union(*ROPE_SCALING.values())
 
 def choose_model_type(config: ModelConfig) -> str:
     """The model_type that a model is written as."""
-    if (config.norm_placement, config.mlp) != ("pre", "swiglu"):
+    rms_with_bias = config.norm == "rms" and config.has_norm_bias
+    only_o_proj_bias = config.attention_output_bias and not config.attention_bias
+    if rms_with_bias or only_o_proj_bias or (config.norm_placement, config.mlp) != ("pre", "swiglu"):
         return "prenorm"
-    if (config.norm == "rms" and config.has_norm_bias) or (config.attention_output_bias and not config.attention_bias):
-        return "prenorm"  # no family has RMSNorm with a bias, or a bias of o_proj alone
     head_dim_fits = {
         "free": True,
         "divides": config.hidden_size % config.num_attention_heads == 0,
@@ -165,8 +165,8 @@ def with_trained_biases(config: ModelConfig, model_type: str, tensors: Mapping[s
     """Where transformers has trained a bias that the decoder would lack, the decoder gets it."""
     if not any(tensors[name].read().any() for name in zero_biases(config, model_type) if name in tensors):
         return config
-    field = "norm_bias" if config.norm == "layer" else "attention_output_bias"
-    return dataclasses.replace(config, **{field: True})
+    trained = "norm_bias" if config.norm == "layer" else "attention_output_bias"
+    return dataclasses.replace(config, **{trained: True})
 
 
 def zero_biases(config: ModelConfig, model_type: str | None = None) -> list[str]:

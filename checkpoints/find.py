@@ -87,8 +87,7 @@ def download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    weights = ("model.safetensors", "model-*.safetensors", "adapter_model.safetensors")
-    patterns = [*weights, "*.json", "*.model", "*.jinja"]  # and configurations, tokenizers and chat templates
+    patterns = ["model.safetensors", "model-*.safetensors", "adapter_model.safetensors", "*.json", "*.model", "*.jinja"]
     try:
         # `*` matches `/` too, so that folders such as original/ and onnx/ are excluded separately
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns="*/*"))

@@ -89,7 +89,7 @@ class Decoder(nn.Module):
         self.config = config
         self.compute_dtype = compute_dtype
         self.activation_checkpointing = False
-        self.lora: dict | None = None  # with LoRA: r, lora_alpha, base_model_name_or_path
+        self.lora: dict | None = None  # r, lora_alpha, base_model_name_or_path, as in PEFT's files
         # A Linear, since a tied embedding is also the head; torch's own Embedding would draw from the global generator.
         self.embed_tokens = Linear(config.hidden_size, config.vocab_size)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_hidden_layers))
@@ -128,11 +128,11 @@ class Decoder(nn.Module):
         x = F.embedding(tokens, self.embed_tokens.weight).to(self.compute_dtype)  # (B, T, D)
         residual = None
         for layer in self.layers:
+            inputs = x, residual, *attention_inputs
             if self.activation_checkpointing and torch.is_grad_enabled():
-                inputs = x, residual, *attention_inputs
                 x, residual = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                x, residual = layer(x, residual, *attention_inputs)
+                x, residual = layer(*inputs)
         if cache is not None:
             cache.length += length
         if last_only:
@@ -150,11 +150,8 @@ class Decoder(nn.Module):
 
 @torch.no_grad()
 def initialize(decoder: Decoder, seed: int) -> None:
-    """Fill every parameter: matrices normal, norms as their row in `NORMS` says, biases 0.
-
-    The residual stream is the sum of 2L block outputs; dividing each by sqrt(2L) keeps its variance from growing with
-    depth (Radford et al. 2019, section 2.3).
-    """
+    """Fill every parameter: matrices normal, norms as their row in `NORMS` says, biases 0."""
+    # The residual stream sums 2L block outputs; so its variance does not grow with depth (Radford et al. 2019, 2.3).
     block_scale = 1 / math.sqrt(2 * decoder.config.num_hidden_layers)
     norm_initial = {parameter.name: parameter.initial for parameter in decoder.config.norm_parameters}
     for name, parameter in decoder.named_parameters():

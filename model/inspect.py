@@ -100,7 +100,6 @@ def token_losses(decoder: Decoder, ids: Sequence[int], modules: Iterable[nn.Modu
 def measure_norm(norm: Norm, rows: Tensor) -> dict[str, Tensor]:
     """The fields of `Inspection` that come from what a norm reads, (T, D), and from its parameters."""
     rms = rows.square().mean(-1).sqrt()
-    std = rows.std(-1, correction=0).clamp(min=1e-20)
     squares = (rows / rms.clamp(min=1e-20)[:, None]).square()  # with the mean 1
     largest, channel = squares.max(-1)
     gain = 1 + norm.offset if norm.kind == "offset" else norm.weight
@@ -109,7 +108,7 @@ def measure_norm(norm: Norm, rows: Tensor) -> dict[str, Tensor]:
     quantiles = rows.new_tensor(QUANTILES)
     return {
         "rms": rms,
-        "mean_over_std": rows.mean(-1).abs() / std,
+        "mean_over_std": rows.mean(-1).abs() / rows.std(-1, correction=0).clamp(min=1e-20),
         "kurtosis": squares.square().mean(-1),
         "largest_channel": channel,
         "largest_share": largest / rows.shape[1],
@@ -141,46 +140,38 @@ def predict(decoder: Decoder, x: Tensor, residual: Tensor | None) -> dict[str, T
     return {"top_ids": ids, "top_probabilities": probabilities}
 
 
-# The changes of `surgery`. Each takes a copy of the norm, which it may change, and the residual stream s (1, T, D), and
-# returns the new output. `forward` calls no hooks.
-
-
 def without_mean(norm: Norm, s: Tensor) -> Tensor:
-    """The mean is subtracted from each row first; where the norm itself does that, it is not subtracted."""
+    """The mean is subtracted from each row before the norm; where the norm itself does that, it is not subtracted."""
     if norm.kind not in ("layer", "center"):
         return norm.forward(s - s.mean(-1, keepdim=True))[0]
     norm.kind = "rms" if norm.kind == "layer" else "none"
     return norm.forward(s)[0]
 
 
-def without_bias(norm: Norm, s: Tensor) -> Tensor:
-    norm.bias = None
-    return norm.forward(s)[0]
-
-
-def without_gain(norm: Norm, s: Tensor) -> Tensor:
-    if norm.kind == "offset":
-        norm.offset.zero_()
-    elif norm.weight is not None:
-        norm.weight.fill_(1)
+def filled(norm: Norm, s: Tensor, **values: float) -> Tensor:
+    """All elements of the parameters with these names, if the norm has them, have these values."""
+    for name, parameter in norm.named_parameters():
+        if name in values:
+            parameter.fill_(values[name])
     return norm.forward(s)[0]
 
 
 def common_statistics(norm: Norm, s: Tensor) -> Tensor:
     """The statistics are those of all tokens together instead of each token's."""
-    length = s.shape[1]
     for tensor in (*norm.parameters(), *norm.buffers()):
-        tensor.data = tensor.repeat_interleave(length) if tensor.ndim else tensor  # (D,) -> (D T,)
+        tensor.data = tensor.repeat_interleave(s.shape[1]) if tensor.ndim else tensor  # (D,) -> (D T,)
     if norm.kind == "l2":  # a row's length grows with the square root of its width
-        norm.weight.mul_(math.sqrt(length))
+        norm.weight.mul_(math.sqrt(s.shape[1]))
     row = s.mT.reshape(1, 1, -1)  # all tokens, channel by channel, so that slices of channels stay slices
     return norm.forward(row)[0].view(s.mT.shape).mT.contiguous()
 
 
+# What `surgery` can change: functions of a copy of the norm, which they may alter, and of the residual stream s
+# (1, T, D), that return the new output. They call `forward`, which runs no hooks.
 CHANGES: dict[str, Callable[[Norm, Tensor], Tensor]] = {
     "mean": without_mean,
-    "bias": without_bias,
-    "gain": without_gain,
+    "bias": lambda norm, s: filled(norm, s, bias=0),
+    "gain": lambda norm, s: filled(norm, s, weight=1, offset=0),
     "statistics": common_statistics,
     "norm": lambda norm, s: s,
 }

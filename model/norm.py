@@ -1,7 +1,4 @@
-"""The norms that `ModelConfig.norm` chooses from; `NORMS` in model/config.py lists their learned parameters.
-
-Those in `FUSED` are kernels, which add the residual too. Those in `FORMULAS` are for comparisons, written to be read.
-"""
+"""The norms that `ModelConfig.norm` chooses from; `NORMS` in model/config.py lists their learned parameters."""
 
 import math
 import re
@@ -12,10 +9,11 @@ from torch.nn import functional as F
 
 import kernels
 from errors import UserError
+from kernels import reference
 from model.config import NORM_GROUPS, ModelConfig
 
-# Norms that are kernels, and their kind there (kernels/reference.py has formulas). `srms` is RMSNorm without a weight
-# (Qin et al. 2023, arXiv 2307.14995), `offset` RMSNorm with the weight 1 + offset (Gemma, arXiv 2403.08295).
+# Norms that are kernels, which add the residual too, and their kind there (kernels/reference.py). `srms` is RMSNorm
+# without a weight (Qin et al. 2023, arXiv 2307.14995), `offset` one with weight 1 + offset (Gemma, arXiv 2403.08295).
 FUSED = {"rms": "rms", "layer": "layer", "srms": "rms", "offset": "rms"}
 
 
@@ -54,15 +52,13 @@ class Norm(nn.Module):
 
 def partial_rms(norm: Norm, s: Tensor) -> Tensor:
     """RMSNorm by the mean square of the first sixteenth of the channels (Zhang and Sennrich 2019, section 4.2)."""
-    first = s[..., : math.ceil(s.shape[-1] / 16)]
-    return s * torch.rsqrt(first.square().mean(-1, keepdim=True) + norm.eps)
+    channels = s[..., : math.ceil(s.shape[-1] / 16)]
+    return s * torch.rsqrt(channels.square().mean(-1, keepdim=True) + norm.eps)
 
 
 def group(norm: Norm, s: Tensor) -> Tensor:
     """LayerNorm within each slice of the channels (Wu and He 2018, equation 7), one token at a time."""
-    slices = s.unflatten(-1, (NORM_GROUPS, -1))
-    slices = slices - slices.mean(-1, keepdim=True)
-    return (slices * torch.rsqrt(slices.square().mean(-1, keepdim=True) + norm.eps)).flatten(-2)
+    return reference.normalize(s.unflatten(-1, (NORM_GROUPS, -1)), kind="layer", eps=norm.eps)[0].flatten(-2)
 
 
 def batch(norm: Norm, s: Tensor) -> Tensor:
