@@ -88,11 +88,8 @@ def choose_model_type(config: ModelConfig) -> str:
     only_o_proj_bias = config.attention_output_bias and not config.attention_bias
     if rms_with_bias or only_o_proj_bias or (config.norm_placement, config.mlp) != ("pre", "swiglu"):
         return "prenorm"
-    head_dim_fits = {
-        "free": True,
-        "divides": config.hidden_size % config.num_attention_heads == 0,
-        "exact": config.resolved_head_dim * config.num_attention_heads == config.hidden_size,
-    }
+    divides = config.hidden_size % config.num_attention_heads == 0
+    head_dim_fits = {"free": True, "divides": divides, "exact": config.head_dim is None}
     for model_type, family in FAMILIES.items():
         same_norms = (family.norm, family.qk_norm) == (config.norm, config.qk_norm)
         bias_fits = family.output_bias or not config.attention_output_bias
@@ -193,7 +190,7 @@ def from_json(fields: dict) -> ModelConfig:
     fields = DEFAULTS | family.defaults | fields
     scaling = read_rope_scaling(rope, fields)
     fields |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    for key, value in fields.items():  # defaults too: stablelm's partial_rotary_factor is harmful
+    for key, value in fields.items():  # with defaults: stablelm rotates a quarter of a head
         if value not in HARMLESS.get(key, (value,)):
             raise ValueError(f"{key} is {value!r}, which this decoder cannot represent")
     layer_types = set(fields["layer_types"] or ())

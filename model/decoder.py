@@ -176,8 +176,10 @@ def attend_to_previous_token(decoder: Decoder) -> None:
     """Set biases of q and k so that the first head of the first layer attends to the token before each token.
 
     Induction heads need such a head below them (Olsson et al. 2022, arXiv 2209.11895). In the six fastest pairs k gets
-    (a, 0), and q that turned back by one position, which gives at distance n
-        score(n) = a^2 sum_i cos((n - 1) theta_i) / sqrt(d)     a so that score(1) - score(0) = 4; less with `qk_norm`
+    (a, 0), and q that turned back by one position. At distance n, without `qk_norm`, which rescales q and k:
+
+        score(n) = a^2 sum_i cos((n - 1) theta_i) / sqrt(d)
+        score(1) - score(0) = 4  =>  a^2 = 4 sqrt(d) / sum_i (1 - cos theta_i)
     """
     head_dim = decoder.config.resolved_head_dim
     attention = decoder.layers[0].self_attn

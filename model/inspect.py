@@ -63,7 +63,7 @@ def inspect(decoder: Decoder, ids: Sequence[int]) -> Inspection:
     losses = token_losses(decoder, ids, names, record)
     stacked = {field: torch.stack(tensors) for field, tensors in measured.items()}
     chance = math.sqrt(2 / (math.pi * decoder.config.hidden_size))
-    return Inspection(tuple(norms), chance=chance, losses=losses, **stacked)
+    return Inspection(norms=tuple(norms), chance=chance, losses=losses, **stacked)
 
 
 def surgery(decoder: Decoder, ids: Sequence[int], change: str, norm: str | None = None) -> Tensor:
