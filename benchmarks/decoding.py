@@ -27,7 +27,7 @@ import torch
 import kernels
 from benchmarks import timing
 from checkpoints.families import to_json
-from checkpoints.pretrained import inference_dtype, save_pretrained
+from checkpoints.pretrained import save_pretrained
 from errors import UserError
 from generation.generate import generate
 from generation.settings import Sampling
@@ -79,7 +79,7 @@ def cast_weights(decoder: Decoder, dtype: torch.dtype) -> None:
     """Compute in `dtype` and store the matrices in it, so that no step casts them. Norm weights and biases: float32."""
     decoder.compute_dtype = dtype
     parameters = [*decoder.parameters()]
-    sizes = [(parameter.shape, inference_dtype(parameter, dtype)) for parameter in parameters]
+    sizes = [(parameter.shape, dtype if parameter.ndim >= 2 else torch.float32) for parameter in parameters]
     for parameter, data in zip(parameters, allocate(sizes, parameters[0].device), strict=True):
         parameter.data = data.copy_(parameter.data)
 

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from checkpoints.weights import StoredTensor, find_weight_files
+from checkpoints.weights import ADAPTER_CONFIG, StoredTensor, find_weight_files
 from errors import reading
 from files import read_json
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's names of tensors begin with it, and continue like Hugging Face's
 # Keys of adapter_config.json with the values that are supported; those in ANY_VALUE may have any, others must be off.
 SUPPORTED = {"peft_type": ("LORA",), "init_lora_weights": (True, False, "gaussian")}
@@ -26,7 +26,7 @@ ANY_VALUE = """
 
 def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[str, StoredTensor]) -> None:
     """Add (alpha / r) B A to the weights, by their names in files: in float32, rounded once to the weight's dtype."""
-    fields = {"peft_type": None, **read_json(directory / CONFIG)}
+    fields = {"peft_type": None, **read_json(directory / ADAPTER_CONFIG)}
     with reading(directory, "give a plain LoRA adapter of this model, or the result of peft's merge_and_unload()"):
         rank, scale = rank_and_scale(fields)
         tensors = load_file(*find_weight_files(directory, WEIGHTS))
@@ -57,18 +57,16 @@ def rank_and_scale(fields: dict) -> tuple[int, float]:
 def adapted_matrices(fields: dict, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:
     """PEFT's names of the matrices that have or must have A and B; `ValueError` for those that PEFT would leave out."""
     matrices = {name.partition(".lora_")[0] for name in tensors if ".lora_" in name}
-    targets = fields.get("target_modules")
+    targets = fields.get("target_modules")  # a list, or a pattern, which is not checked
+    endings = tuple(f".{target}" for target in targets) if isinstance(targets, list) else ("",)
     layers = fields.get("layers_to_transform")  # a number, a list or null
     layers = [layers] if isinstance(layers, int) else layers
-    if isinstance(targets, list):
-        endings = tuple(f".{target}" for target in targets)
-        for matrix in sorted(matrices):
-            if not f".{matrix}".endswith(endings):
-                raise ValueError(f"{matrix} is none of target_modules {targets}")
-        if not (layers or fields.get("exclude_modules")):  # then all that match must have A and B
-            names = [name.removesuffix(".weight") for name in weights]
-            matrices |= {PREFIX + name for name in names if f".{name}".endswith(endings)}
+    if isinstance(targets, list) and not (layers or fields.get("exclude_modules")):  # all that match must have A and B
+        names = [name.removesuffix(".weight") for name in weights]
+        matrices |= {PREFIX + name for name in names if f".{name}".endswith(endings)}
     for matrix in sorted(matrices):
+        if not f".{matrix}".endswith(endings):
+            raise ValueError(f"{matrix} is none of target_modules {targets}")
         layer = re.search(r"\.layers\.(\d+)\.", matrix)
         if layers and layer is not None and int(layer[1]) not in layers:
             raise ValueError(f"{matrix} is in none of layers_to_transform {layers}")

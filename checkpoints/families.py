@@ -59,6 +59,7 @@ FAMILIES = {
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     ),
 }  # fmt: skip
+ORIGINAL_CONTEXT = "original_max_position_embeddings"
 SHAPE_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 
 # The meaning of a missing key, from the configuration classes of transformers. null key/value heads: as many as heads.
@@ -83,15 +84,12 @@ ROPE_KEYS |= {"finetuned"}.union(*ROPE_SCALING.values())
 
 def choose_model_type(config: ModelConfig) -> str:
     """The model_type that a model is written as."""
-    if (config.norm_placement, config.mlp) != ("pre", "swiglu"):
+    rms_with_bias = config.norm == "rms" and config.has_norm_bias
+    only_o_proj_bias = config.attention_output_bias and not config.attention_bias
+    if rms_with_bias or only_o_proj_bias or (config.norm_placement, config.mlp) != ("pre", "swiglu"):
         return "prenorm"
-    if (config.norm == "rms" and config.has_norm_bias) or (config.attention_output_bias and not config.attention_bias):
-        return "prenorm"  # no family has RMSNorm with a bias, or a bias of o_proj alone
-    head_dim_fits = {
-        "free": True,
-        "divides": config.hidden_size % config.num_attention_heads == 0,
-        "exact": config.resolved_head_dim * config.num_attention_heads == config.hidden_size,
-    }
+    divides = config.hidden_size % config.num_attention_heads == 0
+    head_dim_fits = {"free": True, "divides": divides, "exact": config.head_dim is None}
     for model_type, family in FAMILIES.items():
         same_norms = (family.norm, family.qk_norm) == (config.norm, config.qk_norm)
         bias_fits = family.output_bias or not config.attention_output_bias
@@ -144,20 +142,28 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
             config = from_json(fields)
         except UserError as error:
             raise ValueError(str(error).rstrip(".")) from None
-        if tensors is not None:  # refuses sizes that only config.json has, before memory is allocated for them
-            o_proj = tensors.get(f"model.layers.{config.num_hidden_layers - 1}.self_attn.o_proj.weight")
-            fits = o_proj is not None and o_proj.shape[-1] == config.num_attention_heads * config.resolved_head_dim
-            if not fits or num_parameters(config) > 2 * sum(math.prod(tensor.shape) for tensor in tensors.values()):
-                raise ValueError("the weights beside it have other numbers of layers, heads or parameters")
-    if config.max_position_embeddings < fields.get("max_position_embeddings", 0):
-        context = config.max_position_embeddings
+        if tensors is not None:
+            check_sizes(config, tensors)
+    context = config.max_position_embeddings
+    if context < fields.get("max_position_embeddings", 0):
         note(f"{path} has a sliding window, which is the context here: {context} tokens")
-    for name in zero_biases(config, fields["model_type"]):
-        # Where transformers has trained a bias that the decoder would lack, the decoder gets it.
-        if tensors is not None and name in tensors and tensors[name].read().any():
-            trained = "norm_bias" if config.norm == "layer" else "attention_output_bias"
-            return dataclasses.replace(config, **{trained: True})
-    return config
+    return with_trained_biases(config, fields["model_type"], tensors or {})
+
+
+def check_sizes(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
+    """Refuse sizes that only config.json has, before memory is allocated for them."""
+    o_proj = tensors.get(f"model.layers.{config.num_hidden_layers - 1}.self_attn.o_proj.weight")
+    fits = o_proj is not None and o_proj.shape[-1] == config.num_attention_heads * config.resolved_head_dim
+    if not fits or num_parameters(config) > 2 * sum(math.prod(tensor.shape) for tensor in tensors.values()):
+        raise ValueError("the weights beside it have other numbers of layers, heads or parameters")
+
+
+def with_trained_biases(config: ModelConfig, model_type: str, tensors: Mapping[str, StoredTensor]) -> ModelConfig:
+    """Where transformers has trained a bias that the decoder would lack, the decoder gets it."""
+    if not any(tensors[name].read().any() for name in zero_biases(config, model_type) if name in tensors):
+        return config
+    trained = "norm_bias" if config.norm == "layer" else "attention_output_bias"
+    return dataclasses.replace(config, **{trained: True})
 
 
 def zero_biases(config: ModelConfig, model_type: str | None = None) -> list[str]:
@@ -181,12 +187,10 @@ def from_json(fields: dict) -> ModelConfig:
         raise ValueError(f"model_type is {model_type!r}, and supported are {', '.join([*FAMILIES, 'prenorm'])}")
     family = FAMILIES[model_type]
     rope = fields.get("rope_scaling") or fields.get("rope_parameters") or {}  # the name in transformers 4, and in 5
-    names = [*fields, "partial_rotary_factor"]  # of all keys with a default, only this one's may be harmful
     fields = DEFAULTS | family.defaults | fields
     scaling = read_rope_scaling(rope, fields)
     fields |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    for key in names:
-        value = fields.get(key)
+    for key, value in fields.items():  # with defaults: stablelm rotates a quarter of a head
         if value not in HARMLESS.get(key, (value,)):
             raise ValueError(f"{key} is {value!r}, which this decoder cannot represent")
     layer_types = set(fields["layer_types"] or ())
@@ -223,17 +227,21 @@ def read_rope_scaling(rope: dict, fields: dict) -> dict | None:
         return None
     scaling = {"rope_type": kind, **{key: rope.get(key) for key in ROPE_SCALING[kind]}}
     context = fields["max_position_embeddings"]
-    original = "original_max_position_embeddings"
-    if original in scaling:
-        scaling[original] = fields.get(original, rope.get(original, context))  # the key outside `rope` counts first
+    if ORIGINAL_CONTEXT in scaling:  # the key outside `rope` counts first
+        scaling[ORIGINAL_CONTEXT] = fields.get(ORIGINAL_CONTEXT, rope.get(ORIGINAL_CONTEXT, context))
     if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         raise ValueError("rope_type llama3 needs a high_freq_factor above low_freq_factor")
     if kind == "yarn":
-        scaling["beta_fast"] = rope.get("beta_fast") or 32
-        scaling["beta_slow"] = rope.get("beta_slow") or 1
-        scaling["truncate"] = bool(rope.get("truncate", True))
-        if "factor" in rope and scaling["factor"] is None:
-            scaling["factor"] = context / scaling[original]
-        if scaling["attention_factor"] is None:  # Peng et al. 2023, equation 22
-            scaling["attention_factor"] = 0.1 * math.log(max(scaling["factor"], 1.0)) + 1
+        add_yarn_defaults(scaling, rope, context)
     return scaling
+
+
+def add_yarn_defaults(scaling: dict, rope: dict, context: int) -> None:
+    """Complete `scaling` with the numbers of yarn that `rope` leaves out, as transformers does."""
+    scaling["beta_fast"] = rope.get("beta_fast") or 32
+    scaling["beta_slow"] = rope.get("beta_slow") or 1
+    scaling["truncate"] = bool(rope.get("truncate", True))
+    if "factor" in rope and rope["factor"] is None:
+        scaling["factor"] = context / scaling[ORIGINAL_CONTEXT]
+    if scaling["attention_factor"] is None:  # Peng et al. 2023, equation 22
+        scaling["attention_factor"] = 0.1 * math.log(max(scaling["factor"], 1.0)) + 1

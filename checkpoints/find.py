@@ -4,7 +4,7 @@ import operator
 import re
 from pathlib import Path
 
-from checkpoints.weights import INDEX, OTHER_FORMATS, SIDE_FILES, SINGLE, check_format
+from checkpoints.weights import ADAPTER_CONFIG, INDEX, OTHER_FORMATS, SINGLE, check_format
 from errors import UserError, reading
 from files import read_json
 
@@ -26,7 +26,7 @@ def find_checkpoint(path: Path | str) -> Path:
         if run.is_dir():
             raise UserError(f"{path} does not exist; did you mean {run}?")
         return download(hub_id["id"], hub_id["revision"])
-    if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
+    if (path / "config.json").is_file() or (path / ADAPTER_CONFIG).is_file():
         return path
     saves = saves_in(path)
     if saves:
@@ -40,26 +40,29 @@ def find_checkpoint(path: Path | str) -> Path:
 
 def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Path | None]:
     """The directories of a model and its adapter, if any; an adapter as `directory` holds or names its model."""
-    path = directory / "adapter_config.json"
     if adapter is not None:
         adapter_directory = find_checkpoint(adapter)
-        if not (adapter_directory / path.name).is_file():
-            raise UserError(f"{adapter} is no adapter, as it has no {path.name}; give one of --lora or PEFT.")
+        if not (adapter_directory / ADAPTER_CONFIG).is_file():
+            raise UserError(f"{adapter} is no adapter, as it has no {ADAPTER_CONFIG}; give one of --lora or PEFT.")
         return directory, adapter_directory
-    if not path.is_file():
+    if not (directory / ADAPTER_CONFIG).is_file():
         return directory, None
     if any((directory / name).is_file() for name in (SINGLE, INDEX)):  # as in transformers
         return directory, directory
-    fields = read_json(path)
+    return find_base(directory), directory
+
+
+def find_base(adapter: Path) -> Path:
+    """The directory of the model that an adapter names."""
+    fields = read_json(adapter / ADAPTER_CONFIG)
     base = fields.get("base_model_name_or_path")
-    if not isinstance(base, str) or Path(base) in (Path(), directory):
-        base = f"the model {base!r} of {path.name}"  # of which `find_checkpoint` says that it does not exist
-    if fields.get("revision") and not Path(base).exists():
-        base += f"@{fields['revision']}"
     try:
-        return find_checkpoint(base), directory
+        if not isinstance(base, str) or Path(base) in (Path(), adapter):
+            raise UserError(f"the model {base!r} of {ADAPTER_CONFIG} does not exist.")
+        revision = fields.get("revision")
+        return find_checkpoint(f"{base}@{revision}" if revision and not Path(base).exists() else base)
     except UserError as error:
-        raise UserError(f"{error} Give the model itself: python generate.py MODEL --adapter {directory}") from None
+        raise UserError(f"{error} Give the model itself: python generate.py MODEL --adapter {adapter}") from None
 
 
 def describe(directory: Path, adapter: str | None = None) -> str:
@@ -84,7 +87,7 @@ def download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    patterns = ["model.safetensors", "model-*.safetensors", "adapter_model.safetensors", *SIDE_FILES]
+    patterns = ["model.safetensors", "model-*.safetensors", "adapter_model.safetensors", "*.json", "*.model", "*.jinja"]
     try:
         # `*` matches `/` too, so that folders such as original/ and onnx/ are excluded separately
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns="*/*"))

@@ -1,7 +1,4 @@
-"""A directory on disk <-> a Decoder: weights in *.safetensors under Hugging Face's names, and config.json.
-
-Writing is not atomic: callers write into a new directory and rename it.
-"""
+"""A directory on disk <-> a Decoder: weights in *.safetensors under Hugging Face's names, and config.json."""
 
 import functools
 import json
@@ -18,7 +15,7 @@ from tqdm import tqdm
 
 from checkpoints import adapters
 from checkpoints.families import SHAPE_FIELDS, load_config, to_json, zero_biases
-from checkpoints.weights import SINGLE, StoredTensor, check_format, find_weight_files, stored_tensors
+from checkpoints.weights import ADAPTER_CONFIG, SINGLE, StoredTensor, check_format, find_weight_files, stored_tensors
 from errors import UserError, reading
 from model.config import ModelConfig
 from model.decoder import Decoder
@@ -26,34 +23,25 @@ from model.device import allocate
 from model.norm import is_norm_parameter
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Fields that must be equal, beside `SHAPE_FIELDS`, for the weights of one model to be loaded into another.
-FIELDS_THAT_MUST_MATCH = """
-    num_key_value_heads resolved_head_dim attention_bias attention_output_bias qk_norm tie_word_embeddings
-    norm_placement mlp
-""".split()
-
-
-def unpacked_names(name: str, config: ModelConfig) -> dict[str, int | None]:
-    """Hugging Face's names for one of our parameters, with the rows of each where it packs several."""
-    name = name if name.startswith("lm_head.") else f"model.{name}"
-    for packed, matrices in config.packed_matrices.items():
-        if f".{packed}." in name:
-            return {name.replace(f".{packed}.", f".{matrix}."): rows for matrix, rows in matrices.items()}
-    return {name: None}
+# Fields that must be equal for the weights of one model to be loaded into another.
+FIELDS_THAT_MUST_MATCH = [*SHAPE_FIELDS, "num_key_value_heads", "resolved_head_dim", "attention_bias"]
+FIELDS_THAT_MUST_MATCH += ["attention_output_bias", "qk_norm", "tie_word_embeddings", "norm_placement", "mlp"]
 
 
 def unpacked_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
     """Our tensors under Hugging Face's names, packed ones as views of their rows, to be saved or filled."""
+    packed_matrices = config.packed_matrices
     unpacked = {}
     for name, tensor in tensors.items():
-        names = unpacked_names(name, config)
-        if len(names) == 1:
-            views = [tensor]
-        elif ".lora_A." in name:  # r rows for each
-            views = tensor.chunk(len(names))
-        else:
-            views = tensor.split([*names.values()])
-        unpacked.update(zip(names, views, strict=True))
+        name = name if name.startswith("lm_head.") else f"model.{name}"
+        packed = next((module for module in name.split(".") if module in packed_matrices), None)
+        if packed is None:
+            unpacked[name] = tensor
+            continue
+        rows = packed_matrices[packed]
+        views = tensor.chunk(len(rows)) if ".lora_A." in name else tensor.split([*rows.values()])  # of A: r rows each
+        for matrix, view in zip(rows, views, strict=True):
+            unpacked[name.replace(packed, matrix)] = view
     return unpacked
 
 
@@ -61,7 +49,8 @@ def save_pretrained(
     decoder: Decoder, directory: Path | str, *, bos_token_id: int | None = None, eos_token_id: int | None = None,
     state: Mapping[str, Tensor] | None = None, file: str = SINGLE,
 ) -> None:  # fmt: skip
-    """Write config.json and the weights, in their dtypes; with LoRA the adapter. state: only these, as `file`."""
+    """Write config.json and the weights, in their dtypes; with LoRA the adapter. state: only these, as `file`. Not
+    atomic: callers write into a new directory and rename it."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = unpacked_tensors(decoder.state_dict() if state is None else state, decoder.config)
@@ -69,7 +58,7 @@ def save_pretrained(
         tensors = {adapters.PREFIX + name: tensor.cpu() for name, tensor in tensors.items() if ".lora_" in name}
         targets = sorted({name.split(".")[-3] for name in tensors})
         fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "target_modules": targets}
-        write_json(directory / adapters.CONFIG, fields | decoder.lora)
+        write_json(directory / ADAPTER_CONFIG, fields | decoder.lora)
         save_tensors(tensors, directory / adapters.WEIGHTS)
         return
     dtype = decoder.embed_tokens.weight.dtype
@@ -126,14 +115,12 @@ def open_checkpoint(directory: Path | str, adapter: Path | None = None) -> Check
     with torch.device("meta"):  # shapes without memory
         decoder = Decoder(config, seed=None)
     shapes = {name: tensor.shape for name, tensor in unpacked_tensors(decoder.state_dict(), config).items()}
-    # What the decoder does not need: zero biases, rotary tables of old files, a copy of a tied head.
-    redundant = {*zero_biases(config), *(name for name in stored if name.endswith("rotary_emb.inv_freq"))}
-    if config.tie_word_embeddings and "lm_head.weight" in stored:
-        head = stored["lm_head.weight"]
+    if config.tie_word_embeddings and "lm_head.weight" in stored:  # a copy
+        head = stored.pop("lm_head.weight")
         if not torch.equal(stored.setdefault("model.embed_tokens.weight", head).read(), head.read()):
             raise UserError(f"{directory} has a head beside its tied embedding; set tie_word_embeddings to false.")
-        redundant.add("lm_head.weight")
-    tensors = {name: tensor for name, tensor in stored.items() if name not in redundant}
+    unused = {*zero_biases(config), *(name for name in stored if name.endswith("rotary_emb.inv_freq"))}  # of old files
+    tensors = {name: tensor for name, tensor in stored.items() if name not in unused}
     mismatches = [f"{name} is missing" for name in shapes if name not in tensors]
     for name, tensor in tensors.items():
         if tensor.shape != shapes.get(name):
@@ -148,15 +135,17 @@ def load_pretrained(
     checkpoint: Checkpoint | Path | str,
     *, device: torch.device | str = "cpu", compute_dtype: torch.dtype = torch.float32, cast: bool = False,
 ) -> Decoder:  # fmt: skip
-    """The decoder of a directory; each weight has the dtype of its file, or with `cast` that of `inference_dtype`."""
+    """The decoder of a directory; weights have the dtypes of its files, or with `cast` matrices that of activations."""
     checkpoint = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     with torch.device("meta"):
         decoder = Decoder(checkpoint.config, seed=None, compute_dtype=compute_dtype)
     parameters = decoder.state_dict()
     sizes = []
     for name, parameter in parameters.items():
-        names = unpacked_names(name, checkpoint.config)
-        dtype = inference_dtype(parameter, compute_dtype) if cast else checkpoint.common_dtype(names)
+        if cast:
+            dtype = compute_dtype if parameter.ndim >= 2 else torch.float32
+        else:
+            dtype = checkpoint.common_dtype(unpacked_tensors({name: parameter}, checkpoint.config))
         sizes.append((parameter.shape, dtype))
     state = dict(zip(parameters, allocate(sizes, torch.device(device)), strict=True))
     weights = unpacked_tensors(state, checkpoint.config)
@@ -174,11 +163,6 @@ def copy_tensors(stored: Mapping[str, StoredTensor], targets: Mapping[str, Tenso
             targets[name].copy_(tensor.read())
 
 
-def inference_dtype(parameter: Tensor, compute_dtype: torch.dtype) -> torch.dtype:
-    """The dtype of a parameter in inference: that of the computation for matrices, which no step then casts."""
-    return compute_dtype if parameter.ndim >= 2 else torch.float32
-
-
 @torch.no_grad()
 def load_weights(decoder: Decoder, directory: Path | str) -> tuple[list[str], list[str]]:
     """Copy a directory's weights into a decoder, which keeps its dtypes; with LoRA an adapter's, to resume its run.
@@ -194,7 +178,7 @@ def load_weights(decoder: Decoder, directory: Path | str) -> tuple[list[str], li
         return [], []
     checkpoint = open_checkpoint(directory)
     differences = []
-    for key in (*SHAPE_FIELDS, *FIELDS_THAT_MUST_MATCH):  # not only shapes, which other numbers of heads may share
+    for key in FIELDS_THAT_MUST_MATCH:  # not only shapes, which other numbers of heads may share
         theirs, ours = getattr(checkpoint.config, key), getattr(decoder.config, key)
         if theirs != ours:
             differences.append(f"{key.removeprefix('resolved_')} {theirs} instead of {ours}")

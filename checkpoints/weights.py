@@ -1,23 +1,16 @@
 """The weight files of a checkpoint directory, and the tensors that their headers list. Nothing is ever unpickled."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
-from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 
 from errors import UserError, reading
 from files import read_json
 
-if TYPE_CHECKING:  # torch is imported when a file is opened
-    from torch import Tensor
-
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER_CONFIG = "adapter_config.json"  # of PEFT
 DOWNLOAD = "download or save it again, in a clone with `git lfs pull`"
-# The small files that belong to a checkpoint: configurations, tokenizers and chat templates.
-SIDE_FILES = ("*.json", "*.model", "*.jinja", "merges.txt")
 PICKLED = "pickled weights, which can run code and are never opened; save them with transformers as safetensors"
 # The first four bytes of a file -> what a directory without safetensors has, and what to do.
 OTHER_FORMATS = {b"GGUF": "GGUF weights, which are only written here; give the model that they were made from"}
@@ -34,7 +27,7 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str  # F32, BF16, ...
 
-    def read(self) -> Tensor:
+    def read(self) -> "torch.Tensor":  # noqa: F821 - torch is imported when a file is opened
         """The tensor, in the pages of its mapped file: it is not in memory before it is used."""
         with reading(self.path, DOWNLOAD):
             return self.file.get_tensor(self.key)
@@ -42,7 +35,7 @@ class StoredTensor:
 
 def check_format(directory: Path) -> bool:
     """Whether a directory has safetensors; `UserError` for an adapter, and for weights in another format alone."""
-    if (directory / "adapter_config.json").is_file():
+    if (directory / ADAPTER_CONFIG).is_file():
         raise UserError(f"{directory} is an adapter; make it a model: python generate.py '{directory}' --merge NEW")
     if (directory / SINGLE).is_file() or (directory / INDEX).is_file():
         return True

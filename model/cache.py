@@ -7,16 +7,13 @@ from model.config import ModelConfig
 
 
 class KeyValueCache:
-    """Keys and values of every layer, allocated once for `max_length` positions; the first `length` are filled.
-
-    Padding takes up cache positions too, so `max_length` may exceed the model's context although no sequence does.
-    """
+    """Keys and values of every layer, allocated once for `max_length` positions; the first `length` are filled."""
 
     def __init__(self, config: ModelConfig, batch_size: int, max_length: int, *, device="cpu", dtype=torch.float32):
         shape = (config.num_hidden_layers, batch_size, config.num_key_value_heads, max_length, config.resolved_head_dim)
         self.keys = torch.empty(shape, device=device, dtype=dtype)  # (L, B, K, max_length, d)
         self.values = torch.empty(shape, device=device, dtype=dtype)
-        self.max_length = max_length
+        self.max_length = max_length  # with padding, which takes up positions, it may exceed the model's context
         self.length = 0
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

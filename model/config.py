@@ -26,8 +26,8 @@ WEIGHT = NormParameter("weight", initial=1.0)
 BIAS = NormParameter("bias", initial=0.0)
 ALPHA = NormParameter("alpha", initial=0.5, per_channel=False)
 SHIFT = NormParameter("shift", initial=0.0, per_channel=False)
-# To add a norm: a row here with its learned parameters, and a branch in `Norm.normalize` (model/norm.py). All else
-# follows from the row, from initialization to files. For the bias it is only the default: `norm_bias` adds or drops it.
+# To add a norm: a row here with its learned parameters, and a row in `FORMULAS` (model/norm.py). All else follows,
+# from initialization to files. For the bias the row is only the default: `norm_bias` adds or drops it.
 NORMS: dict[str, tuple[NormParameter, ...]] = {
     "rms": (WEIGHT,),
     "layer": (WEIGHT, BIAS),

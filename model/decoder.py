@@ -89,7 +89,7 @@ class Decoder(nn.Module):
         self.config = config
         self.compute_dtype = compute_dtype
         self.activation_checkpointing = False
-        self.lora: dict | None = None  # with LoRA: r, lora_alpha, base_model_name_or_path
+        self.lora: dict | None = None  # r, lora_alpha, base_model_name_or_path, as in PEFT's files
         # A Linear, since a tied embedding is also the head; torch's own Embedding would draw from the global generator.
         self.embed_tokens = Linear(config.hidden_size, config.vocab_size)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_hidden_layers))
@@ -128,11 +128,11 @@ class Decoder(nn.Module):
         x = F.embedding(tokens, self.embed_tokens.weight).to(self.compute_dtype)  # (B, T, D)
         residual = None
         for layer in self.layers:
+            inputs = x, residual, *attention_inputs
             if self.activation_checkpointing and torch.is_grad_enabled():
-                inputs = x, residual, *attention_inputs
                 x, residual = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:
-                x, residual = layer(x, residual, *attention_inputs)
+                x, residual = layer(*inputs)
         if cache is not None:
             cache.length += length
         if last_only:
@@ -150,11 +150,8 @@ class Decoder(nn.Module):
 
 @torch.no_grad()
 def initialize(decoder: Decoder, seed: int) -> None:
-    """Fill every parameter: matrices normal, norms as their row in `NORMS` says, biases 0.
-
-    The residual stream is the sum of 2L block outputs; dividing each by sqrt(2L) keeps its variance from growing with
-    depth (Radford et al. 2019, section 2.3).
-    """
+    """Fill every parameter: matrices normal, norms as their row in `NORMS` says, biases 0."""
+    # The residual stream sums 2L block outputs; so its variance does not grow with depth (Radford et al. 2019, 2.3).
     block_scale = 1 / math.sqrt(2 * decoder.config.num_hidden_layers)
     norm_initial = {parameter.name: parameter.initial for parameter in decoder.config.norm_parameters}
     for name, parameter in decoder.named_parameters():
@@ -178,21 +175,20 @@ def generator_for(seed: int, name: str) -> torch.Generator:
 def attend_to_previous_token(decoder: Decoder) -> None:
     """Set biases of q and k so that the first head of the first layer attends to the token before each token.
 
-    Heads that copy what followed an earlier occurrence need such a head in a layer below them (Olsson et al. 2022,
-    arXiv 2209.11895). k's bias is (a, 0) in each of the six fastest pairs, q's is that turned back by one position. The
-    score at distance n is then a^2 sum cos((n - 1) theta_i) / sqrt(d), at n = 1 by 4 larger than at 0 and 2. With
-    `qk_norm`, which divides q and k by their lengths, it is larger by sqrt(d) (1 - mean cos theta_i): 1.4 if d is 64.
+    Induction heads need such a head below them (Olsson et al. 2022, arXiv 2209.11895). In the six fastest pairs k gets
+    (a, 0), and q that turned back by one position. At distance n, without `qk_norm`, which rescales q and k:
+
+        score(n) = a^2 sum_i cos((n - 1) theta_i) / sqrt(d)
+        score(1) - score(0) = 4  =>  a^2 = 4 sqrt(d) / sum_i (1 - cos theta_i)
     """
+    head_dim = decoder.config.resolved_head_dim
     attention = decoder.layers[0].self_attn
-    half = decoder.rope.cos.shape[1]  # d / 2; a pair is the elements i and i + d / 2
-    cos, sin = decoder.rope.cos[1, :6], decoder.rope.sin[1, :6]
-    pairs = len(cos)  # 6, or fewer in a narrow head
-    a = (4.0 * math.sqrt(2 * half) / (1 - cos).sum()).sqrt()
-    q_bias = attention.qkv_proj.bias
-    k_bias = q_bias[attention.heads * 2 * half :]  # behind the rows of all query heads
-    q_bias[:pairs] = a * cos
-    q_bias[half : half + pairs] = -a * sin
-    k_bias[:pairs] = a
+    biases = attention.qkv_proj.bias.view(-1, 2, head_dim // 2)[..., :6]  # (H + 2K, 2, 6 pairs or all of a narrow head)
+    cos = decoder.rope.cos[1, :6]
+    sin = decoder.rope.sin[1, :6]
+    a = (4.0 * math.sqrt(head_dim) / (1 - cos).sum()).sqrt()
+    biases[0] = torch.stack((a * cos, -a * sin))  # the first head of q
+    biases[attention.heads, 0] = a  # the first head of k
 
 
 @torch.no_grad()

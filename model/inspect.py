@@ -3,13 +3,13 @@ network as it is, in float32 and evaluation mode, with forward hooks; so not in 
 
 import contextlib
 import copy
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from errors import UserError
 from kernels.reference import IGNORED
@@ -19,8 +19,6 @@ from model.norm import Norm
 
 MAX_TOKENS = 1024  # the attention weights of a layer are H T^2 numbers
 QUANTILES = (0.0, 0.05, 0.5, 0.95, 1.0)
-CHANGES = ("mean", "bias", "gain", "statistics", "norm")
-NOT_CENTERED = {"layer": "rms", "center": "none"}  # norms that subtract a row's mean, and what they are without that
 
 
 @dataclass(frozen=True)
@@ -65,22 +63,23 @@ def inspect(decoder: Decoder, ids: Sequence[int]) -> Inspection:
     losses = token_losses(decoder, ids, names, record)
     stacked = {field: torch.stack(tensors) for field, tensors in measured.items()}
     chance = math.sqrt(2 / (math.pi * decoder.config.hidden_size))
-    return Inspection(tuple(norms), chance=chance, losses=losses, **stacked)
+    return Inspection(norms=tuple(norms), chance=chance, losses=losses, **stacked)
 
 
 def surgery(decoder: Decoder, ids: Sequence[int], change: str, norm: str | None = None) -> Tensor:
-    """Losses (T - 1,) after one of `CHANGES` in the norm of this name, or in all, minus those before it, in nats.
-
-    mean: subtracted from each row first; where the norm does that itself (layer, center), not subtracted. bias: none.
-    gain: 1. statistics: those of all tokens together instead of each token's. norm: none, its input is its output.
-    """
+    """Losses (T - 1,) after one of `CHANGES` in the norm of this name, or in all, minus those before it, in nats."""
     norms = {name: module for name, module in decoder.named_modules() if isinstance(module, Norm)}
     if change not in CHANGES or norm not in (None, *norms):
-        changes, of_norm = ", ".join(CHANGES), "" if norm is None else f" of {norm}"
-        raise UserError(f"there is no change {change}{of_norm}: changes are {changes}; norms are {', '.join(norms)}.")
+        of_norm = "" if norm is None else f" of {norm}"
+        choices = f"changes are {', '.join(CHANGES)}; norms are {', '.join(norms)}"
+        raise UserError(f"there is no change {change}{of_norm}: {choices}.")
+
+    def replace_output(module: Norm, _: tuple, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        s = outputs[1]  # (1, T, D)
+        return CHANGES[change](copy.deepcopy(module), s), s
+
     changed_norms = norms.values() if norm is None else [norms[norm]]
-    hook = functools.partial(replace_output, change)
-    return token_losses(decoder, ids, changed_norms, hook) - token_losses(decoder, ids, [], hook)
+    return token_losses(decoder, ids, changed_norms, replace_output) - token_losses(decoder, ids, [], replace_output)
 
 
 @torch.no_grad()
@@ -95,20 +94,27 @@ def token_losses(decoder: Decoder, ids: Sequence[int], modules: Iterable[nn.Modu
         for module in modules:
             stack.enter_context(module.register_forward_hook(hook))
         decoder.eval().compute_dtype = torch.float32
-        return decoder(tokens, nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORED))[0, :-1].cpu()
+        return decoder(tokens, F.pad(tokens[:, 1:], (0, 1), value=IGNORED))[0, :-1].cpu()
 
 
 def measure_norm(norm: Norm, rows: Tensor) -> dict[str, Tensor]:
     """The fields of `Inspection` that come from what a norm reads, (T, D), and from its parameters."""
     rms = rows.square().mean(-1).sqrt()
     squares = (rows / rms.clamp(min=1e-20)[:, None]).square()  # with the mean 1
-    (largest, channel), std = squares.max(-1), rows.std(-1, correction=0).clamp(min=1e-20)
+    largest, channel = squares.max(-1)
     gain = 1 + norm.offset if norm.kind == "offset" else norm.weight
     gain = torch.ones_like(rows[0]) if gain is None else gain
     bias = torch.zeros_like(rows[0]) if norm.bias is None else norm.bias
-    gain, bias = torch.stack((gain, bias)).float().quantile(rows.new_tensor(QUANTILES), -1).mT
-    fields = {"rms": rms, "mean_over_std": rows.mean(-1).abs() / std, "kurtosis": squares.square().mean(-1)}
-    return fields | {"largest_channel": channel, "largest_share": largest / rows.shape[1], "gain": gain, "bias": bias}
+    quantiles = rows.new_tensor(QUANTILES)
+    return {
+        "rms": rms,
+        "mean_over_std": rows.mean(-1).abs() / rows.std(-1, correction=0).clamp(min=1e-20),
+        "kurtosis": squares.square().mean(-1),
+        "largest_channel": channel,
+        "largest_share": largest / rows.shape[1],
+        "gain": gain.float().quantile(quantiles),
+        "bias": bias.float().quantile(quantiles),
+    }
 
 
 def measure_attention(module: Attention, x: Tensor, cos: Tensor, sin: Tensor, ids: Sequence[int]) -> dict[str, Tensor]:
@@ -117,9 +123,13 @@ def measure_attention(module: Attention, x: Tensor, cos: Tensor, sin: Tensor, id
     scores = (q @ k.repeat_interleave(module.heads // module.kv_heads, 1).mT)[0] / math.sqrt(q.shape[-1])
     weights = scores.masked_fill(torch.ones_like(scores).triu(1) > 0, -math.inf).softmax(-1)  # (H, T, T)
     tokens = torch.tensor([*ids], device=x.device)
-    after_same = nn.functional.pad(tokens[:, None] == tokens[:-1], (1, 0))  # (t, j): is token j - 1 as token t?
-    fields = {"to_previous": nn.functional.pad(weights.diagonal(-1, 1, 2), (1, 0)), "to_first": weights[..., 0]}
-    return fields | {"to_itself": weights.diagonal(0, 1, 2), "after_same": (weights * after_same).sum(-1)}
+    after_same = F.pad(tokens[:, None] == tokens[:-1], (1, 0))  # (t, j): is token j - 1 as token t?
+    return {
+        "to_previous": F.pad(weights.diagonal(-1, 1, 2), (1, 0)),
+        "to_itself": weights.diagonal(0, 1, 2),
+        "to_first": weights[..., 0],
+        "after_same": (weights * after_same).sum(-1),
+    }
 
 
 def predict(decoder: Decoder, x: Tensor, residual: Tensor | None) -> dict[str, Tensor]:
@@ -130,25 +140,38 @@ def predict(decoder: Decoder, x: Tensor, residual: Tensor | None) -> dict[str, T
     return {"top_ids": ids, "top_probabilities": probabilities}
 
 
-def replace_output(change: str, norm: Norm, _: tuple, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """A forward hook that makes one of `CHANGES` on a copy of the norm, and gives the copy's output instead."""
-    s = outputs[1]  # (1, T, D)
-    changed = copy.deepcopy(norm)
-    if change == "statistics":  # all tokens as one row (1, 1, D T), channel by channel, so that slices stay slices
-        for tensor in (*changed.parameters(), *changed.buffers()):
-            tensor.data = tensor.repeat_interleave(s.shape[1]) if tensor.ndim else tensor  # (D,) -> (D T,)
-        if norm.kind == "l2":  # a row's length grows with the square root of its width
-            changed.weight.mul_(math.sqrt(s.shape[1]))
-        return changed.forward(s.mT.reshape(1, 1, -1))[0].view(s.mT.shape).mT.contiguous(), s
-    if change == "mean":
-        changed.kind = NOT_CENTERED.get(norm.kind, norm.kind)
-        return changed.forward(s if norm.kind in NOT_CENTERED else s - s.mean(-1, keepdim=True))[0], s
-    if change == "norm":
-        return s, s
-    if change == "bias":
-        changed.bias = None
-    elif norm.kind == "offset":  # gain
-        changed.offset.zero_()
-    elif norm.weight is not None:
-        changed.weight.fill_(1)
-    return changed.forward(s)[0], s
+def without_mean(norm: Norm, s: Tensor) -> Tensor:
+    """The mean is subtracted from each row before the norm; where the norm itself does that, it is not subtracted."""
+    if norm.kind not in ("layer", "center"):
+        return norm.forward(s - s.mean(-1, keepdim=True))[0]
+    norm.kind = "rms" if norm.kind == "layer" else "none"
+    return norm.forward(s)[0]
+
+
+def filled(norm: Norm, s: Tensor, **values: float) -> Tensor:
+    """All elements of the parameters with these names, if the norm has them, have these values."""
+    for name, parameter in norm.named_parameters():
+        if name in values:
+            parameter.fill_(values[name])
+    return norm.forward(s)[0]
+
+
+def common_statistics(norm: Norm, s: Tensor) -> Tensor:
+    """The statistics are those of all tokens together instead of each token's."""
+    for tensor in (*norm.parameters(), *norm.buffers()):
+        tensor.data = tensor.repeat_interleave(s.shape[1]) if tensor.ndim else tensor  # (D,) -> (D T,)
+    if norm.kind == "l2":  # a row's length grows with the square root of its width
+        norm.weight.mul_(math.sqrt(s.shape[1]))
+    row = s.mT.reshape(1, 1, -1)  # all tokens, channel by channel, so that slices of channels stay slices
+    return norm.forward(row)[0].view(s.mT.shape).mT.contiguous()
+
+
+# What `surgery` can change: functions of a copy of the norm, which they may alter, and of the residual stream s
+# (1, T, D), that return the new output. They call `forward`, which runs no hooks.
+CHANGES: dict[str, Callable[[Norm, Tensor], Tensor]] = {
+    "mean": without_mean,
+    "bias": lambda norm, s: filled(norm, s, bias=0),
+    "gain": lambda norm, s: filled(norm, s, weight=1, offset=0),
+    "statistics": common_statistics,
+    "norm": lambda norm, s: s,
+}

@@ -1,7 +1,4 @@
-"""LoRA: beside each matrix W (out, in) of the layers, A (r, in) and B (out, r) learn, and all else stays as it is.
-
-A layer's matrix then gives y = W x + (alpha / r) B A x (Hu et al. 2021, arXiv 2106.09685, section 4.1).
-"""
+"""LoRA: beside each matrix W (out, in) of the layers, A (r, in) and B (out, r) learn, and all else stays as it is."""
 
 import math
 
@@ -14,7 +11,8 @@ from model.linear import Linear
 
 
 class LoraLinear(nn.Module):
-    """A frozen `Linear` with A and B. If it packs n matrices, of `rows` each, so do they: A (n r, in), B (out, r)."""
+    """y = W x + (alpha / r) B A x (Hu et al. 2021, arXiv 2106.09685, section 4.1), with W and its bias frozen. If W
+    packs n matrices, of `rows` each, so do A (n r, in) and B (out, r)."""
 
     def __init__(self, linear: Linear, rows: list[int], rank: int, scale: float):
         super().__init__()
@@ -32,24 +30,17 @@ class LoraLinear(nn.Module):
 
 @torch.no_grad()
 def add_lora(decoder: Decoder, fields: dict, seed: int) -> Decoder:
-    """Freeze the decoder; give each matrix of its layers an A, uniform within 1/sqrt(in) of 0 as in PEFT, and a B of 0.
-
-    fields: `r`, `lora_alpha` and `base_model_name_or_path`, as in PEFT's adapter_config.json.
-    """
+    """Freeze the decoder; each matrix of its layers gets an A, uniform within 1/sqrt(in) as in PEFT, and a B of 0."""
     decoder.requires_grad_(False)
     decoder.lora = fields
     packed_matrices = decoder.config.packed_matrices
     scale = fields["lora_alpha"] / fields["r"]
-    for layer in decoder.layers:
-        for block in (layer.self_attn, layer.mlp):
-            for name, linear in [*block.named_children()]:
-                if isinstance(linear, Linear):
-                    matrices = packed_matrices.get(name, {name: len(linear.weight)})
-                    setattr(block, name, LoraLinear(linear, [*matrices.values()], fields["r"], scale))
-    for name, parameter in decoder.named_parameters():
-        if ".lora_A." in name:
-            bound = 1 / math.sqrt(parameter.shape[1])
-            parameter.uniform_(-bound, bound, generator=generator_for(seed, name))
-        elif ".lora_B." in name:
-            parameter.zero_()
+    for name, linear in [*decoder.layers.named_modules(prefix="layers")]:
+        if isinstance(linear, Linear):
+            rows = packed_matrices.get(name.rpartition(".")[2], {name: len(linear.weight)})
+            lora = LoraLinear(linear, [*rows.values()], fields["r"], scale)
+            bound = 1 / math.sqrt(linear.weight.shape[1])
+            lora.lora_A.weight.uniform_(-bound, bound, generator=generator_for(seed, f"{name}.lora_A.weight"))
+            lora.lora_B.weight.zero_()
+            decoder.set_submodule(name, lora)
     return decoder

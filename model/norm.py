@@ -1,7 +1,4 @@
-"""The norms that `ModelConfig.norm` chooses from; `NORMS` in model/config.py lists their learned parameters.
-
-Those in `FUSED` are kernels, which add the residual too. The others are for comparisons, and written to be read.
-"""
+"""The norms that `ModelConfig.norm` chooses from; `NORMS` in model/config.py lists their learned parameters."""
 
 import math
 import re
@@ -12,10 +9,11 @@ from torch.nn import functional as F
 
 import kernels
 from errors import UserError
+from kernels import reference
 from model.config import NORM_GROUPS, ModelConfig
 
-# Norms that are kernels, and their kind there (kernels/reference.py has formulas). `srms` is RMSNorm without a weight
-# (Qin et al. 2023, arXiv 2307.14995), `offset` RMSNorm with the weight 1 + offset (Gemma, arXiv 2403.08295).
+# Norms that are kernels, which add the residual too, and their kind there (kernels/reference.py). `srms` is RMSNorm
+# without a weight (Qin et al. 2023, arXiv 2307.14995), `offset` one with weight 1 + offset (Gemma, arXiv 2403.08295).
 FUSED = {"rms": "rms", "layer": "layer", "srms": "rms", "offset": "rms"}
 
 
@@ -26,6 +24,8 @@ class Norm(nn.Module):
         super().__init__()
         self.kind = config.norm
         self.eps = config.norm_eps
+        if self.kind not in (*FUSED, *FORMULAS):
+            raise UserError(f"the norm {self.kind} has no row in FORMULAS (model/norm.py).")
         self.register_parameter("weight", None)  # None unless the loop below replaces it
         self.register_parameter("bias", None)
         for parameter in config.norm_parameters:
@@ -34,9 +34,6 @@ class Norm(nn.Module):
         if self.kind == "batch":  # saved with the weights, updated in training, not learned by gradients
             self.register_buffer("running_mean", torch.zeros(config.hidden_size))
             self.register_buffer("running_var", torch.ones(config.hidden_size))
-        if self.kind not in FUSED:  # try it: a row of `NORMS` without a branch is an error before a run begins
-            self.eval().normalize(torch.zeros(1, config.hidden_size))
-            self.train()
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return norm(x + residual) in x's dtype and the sum x + residual, the new residual stream; all (B, T, D)."""
@@ -45,36 +42,42 @@ class Norm(nn.Module):
             weight = 1 + self.offset.float() if self.kind == "offset" else self.weight
             return kernels.normalize(x, weight, self.bias, residual, kind=FUSED[self.kind], eps=self.eps)
         s = x if residual is None else (x.float() + residual.float()).to(residual.dtype)
-        y = self.normalize(s.float())
+        y = FORMULAS[self.kind](self, s.float())
         if self.weight is not None:
             y = y * self.weight
         if self.bias is not None:
             y = y + self.bias
         return y.to(x.dtype), s
 
-    def normalize(self, s: Tensor) -> Tensor:
-        """The norms that are no kernels, without weight and bias: of the residual stream s (..., D), in float32."""
-        if self.kind == "center":  # LayerNorm's re-centering without its re-scaling
-            return s - s.mean(-1, keepdim=True)
-        if self.kind == "prms":  # the mean square is that of the first sixteenth: Zhang and Sennrich 2019, section 4.2
-            first = s[..., : math.ceil(s.shape[-1] / 16)]
-            return s * torch.rsqrt(first.square().mean(-1, keepdim=True) + self.eps)
-        if self.kind == "l2":  # RMSNorm without its factor sqrt(D): Zhang and Sennrich 2019, table 2
-            return s / (torch.linalg.vector_norm(s, dim=-1, keepdim=True) + self.eps)
-        if self.kind == "group":  # LayerNorm within each slice: Wu and He 2018, equation 7, one token at a time
-            slices = s.unflatten(-1, (NORM_GROUPS, -1))
-            slices = slices - slices.mean(-1, keepdim=True)
-            return (slices * torch.rsqrt(slices.square().mean(-1, keepdim=True) + self.eps)).flatten(-2)
-        if self.kind == "batch":  # over all tokens of the batch, later ones too; in evaluation, by running averages
-            averages = self.running_mean, self.running_var  # updated with a momentum of 0.1, torch's default
-            return F.batch_norm(s.flatten(0, -2), *averages, training=self.training, eps=self.eps).view_as(s)
-        if self.kind == "dyt":  # no statistics: Zhu et al. 2025, arXiv 2503.10622
-            return torch.tanh(self.alpha * s)
-        if self.kind == "derf":  # no statistics: Chen et al. 2025, arXiv 2512.10938
-            return torch.erf(self.alpha * s + self.shift)
-        if self.kind == "none":
-            return s
-        raise UserError(f"the norm {self.kind} has no branch in Norm.normalize (model/norm.py).")
+
+def partial_rms(norm: Norm, s: Tensor) -> Tensor:
+    """RMSNorm by the mean square of the first sixteenth of the channels (Zhang and Sennrich 2019, section 4.2)."""
+    channels = s[..., : math.ceil(s.shape[-1] / 16)]
+    return s * torch.rsqrt(channels.square().mean(-1, keepdim=True) + norm.eps)
+
+
+def group(norm: Norm, s: Tensor) -> Tensor:
+    """LayerNorm within each slice of the channels (Wu and He 2018, equation 7), one token at a time."""
+    return reference.normalize(s.unflatten(-1, (NORM_GROUPS, -1)), kind="layer", eps=norm.eps)[0].flatten(-2)
+
+
+def batch(norm: Norm, s: Tensor) -> Tensor:
+    """Over all tokens of the batch, later ones too; in evaluation by running averages, whose momentum is 0.1."""
+    averages = norm.running_mean, norm.running_var
+    return F.batch_norm(s.flatten(0, -2), *averages, training=norm.training, eps=norm.eps).view_as(s)
+
+
+# Norms that are no kernels, without weight and bias: of the residual stream s (..., D), in float32.
+FORMULAS = {
+    "center": lambda norm, s: s - s.mean(-1, keepdim=True),  # LayerNorm's re-centering without its re-scaling
+    "prms": partial_rms,
+    "l2": lambda norm, s: s / (s.norm(dim=-1, keepdim=True) + norm.eps),  # Zhang and Sennrich 2019, table 2
+    "group": group,
+    "batch": batch,
+    "dyt": lambda norm, s: torch.tanh(norm.alpha * s),  # Zhu et al. 2025, arXiv 2503.10622
+    "derf": lambda norm, s: torch.erf(norm.alpha * s + norm.shift),  # Chen et al. 2025, arXiv 2512.10938
+    "none": lambda norm, s: s,
+}
 
 
 def is_norm_parameter(name: str) -> bool:

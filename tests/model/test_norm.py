@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from errors import UserError
 from model.config import BIAS, NORMS, PLACEMENTS, ModelConfig
 from model.count import num_norm_parameters, num_parameters
 from model.decoder import Decoder
-from model.norm import Norm, is_norm_parameter
+from model.norm import FORMULAS, Norm, is_norm_parameter
 
 
 @pytest.fixture
@@ -95,6 +96,12 @@ def test_parameters_are_counted_and_those_of_norms_recognized_by_name(make_confi
     assert all(is_norm_parameter(name) for name, _ in decoder.named_buffers() if "norm" in name)
     assert num_parameters(config) == sum(p.numel() for p in decoder.parameters())
     assert num_norm_parameters(config) == sum(p.numel() for p in decoder.parameters() if id(p) in of_norms)
+
+
+def test_a_norm_without_a_formula_is_an_error_before_a_run_begins(make_config, monkeypatch):
+    monkeypatch.delitem(FORMULAS, "dyt")
+    with pytest.raises(UserError, match="the norm dyt has no row in FORMULAS"):
+        Norm(make_config(norm="dyt"))
 
 
 def test_norms_start_as_in_their_papers(make_config, relative):
