@@ -17,7 +17,13 @@ def main() -> None:
     if {"-h", "--help"} & {*sys.argv}:
         fit_stdout()
     settings = parse_flags(Settings, prog="generate.py")
-    checkpoint = find_checkpoint(newest_run() if settings.run is None else settings.run)
+    try:
+        checkpoint = find_checkpoint(newest_run() if settings.run is None else settings.run)
+    except UserError as error:
+        if settings.text or settings.run is None:
+            raise
+        text = shlex.quote(settings.run)
+        raise UserError(f"{error} If it is a text, a run stands before it: python generate.py RUN {text}") from None
     if settings.merge is not None:
         from generation.load import merge  # imports torch
 
@@ -30,6 +36,8 @@ def main() -> None:
     if settings.chat and tokenizer.chat_template is None:
         teach = f"python train.py --init-from {shlex.quote(str(checkpoint))} --data python-chat --learning-rate 1e-3"
         raise UserError(f"{checkpoint} has no chat template, so it only continues text; teach it to talk: {teach}")
+    if tokenizer.chat_template is not None and not settings.chat:
+        log("this model has a chat template: with --chat it answers, without it continues a text")
     prompts = read_prompts(settings)
     if settings.chat and prompts == [""]:
         raise UserError("there is no message to answer; give one after the run, or on standard input.")

@@ -60,7 +60,7 @@ def print_texts(
     for start in range(0, len(samples), settings.batch_size):
         batch = samples[start : start + settings.batch_size]
         streams = [TextStream(tokenizer, settings.stop, () if settings.chat else encoded[place]) for place, _ in batch]
-        rows = [{"prompt": prompts[place], "sample": number} for place, number in batch]
+        rows = [{"row": place, "prompt": prompts[place], "sample": number} for place, number in batch]
         output = BatchOutput(streams, rows if settings.jsonl else None)
         result = continue_prompts(
             [encoded[place] for place, _ in batch],

@@ -1,6 +1,7 @@
 """A conversation with a chat model: what was said, within the model's context, and the key/value cache of it."""
 
 import contextlib
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -41,6 +42,8 @@ class Conversation:
                     self.messages = []
                     log("a new conversation begins")
                 elif command:
+                    if re.fullmatch("/[a-z]+", command):
+                        log(f"{command} is sent to the model; /help lists the commands")
                     self.answer(line)
             except EOFError:
                 log("")  # the next prompt of the shell starts on a line of its own

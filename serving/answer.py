@@ -107,6 +107,19 @@ class Piece(NamedTuple):
     begins: bool = False  # whether it is the first piece of its choice
 
 
+def without_first_space(emit: Callable[[Piece], object]) -> Callable[[Piece], None]:
+    """Emit texts behind a prompt that ends with a space: it is a part of the first token, and not of the text."""
+    begun = set()
+
+    def emit_text(piece: Piece) -> None:
+        text = piece.text if piece.choice in begun else piece.text.removeprefix(" ")
+        if piece.text:
+            begun.add(piece.choice)
+        emit(piece._replace(text=text))
+
+    return emit_text
+
+
 def to_choices(request: Request, pieces: Sequence[Piece]) -> list[dict]:
     """The choices of a response, or of a chunk of one, in OpenAI's format."""
     choices = []
@@ -218,7 +231,8 @@ class ServedModel:
             if request.max_tokens:
                 is_text = isinstance(prompt, str) and not request.begin_ids
                 first_tokens = tokens_after(self.tokenizer, prompt) if is_text else None
-                written += self.sample(request, emit, streams, ids, self.eos_ids, first_tokens)
+                emit_text = without_first_space(emit) if first_tokens and not request.echo else emit
+                written += self.sample(request, emit_text, streams, ids, self.eos_ids, first_tokens)
             else:
                 for choice, stream in streams.items():
                     emit(Piece(choice, stream.finish(), end="length"))

@@ -83,7 +83,7 @@ class Server(uvicorn.Server):
 
         def response(pieces: list[Piece], usage: dict | None = None) -> str:
             fields = about | {"choices": to_choices(request, pieces)}
-            return json.dumps(fields if usage is None else fields | {"usage": usage})
+            return json.dumps(fields if usage is None else fields | {"usage": usage}, ensure_ascii=False)
 
         async def chunks(piece: Piece | None) -> AsyncIterator[str]:
             while piece is not None:

@@ -46,7 +46,8 @@ def test_standard_input_and_the_newest_run_are_the_default(folder):
     result = script(folder, "--max-new-tokens", "12", "--seed", "7", prompt="def é☺\n")
     assert result.returncode == 0 and len(result.stdout) > 15 and b"\r" not in result.stdout
     assert result.stdout.startswith("def é☺".encode()) and result.stdout.endswith(b"\n")
-    note, sampling, last = result.stderr.decode().splitlines()
+    chat, note, sampling, last = result.stderr.decode().splitlines()
+    assert chat.startswith("this model has a chat template: with --chat it answers")
     assert note == "reading the prompt from standard input"
     assert sampling.startswith("sampling (the flags, else the defaults): repetition_penalty 1, temperature 0.8, top_k")
     assert last.startswith(f"{Path('runs', 'newest', 'best')} on ")

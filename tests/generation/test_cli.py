@@ -137,7 +137,7 @@ def test_a_text_is_printed_as_it_is_generated_and_ends_before_a_stop_string_also
     assert output(checkpoint, ["def"], **options)[0] == before + "\n"
     lines = output(checkpoint, ["def", "x"], samples=2, batch_size=3, jsonl=True, **options)[0].splitlines()
     rows = [json.loads(line) for line in lines]
-    assert rows[0] == {"prompt": "def", "sample": 0, "text": before, "end": "stop"}
+    assert rows[0] == {"row": 0, "prompt": "def", "sample": 0, "text": before, "end": "stop"}
     assert [(one["prompt"], one["sample"]) for one in rows] == [("def", 0), ("def", 1), ("x", 0), ("x", 1)]
 
 

@@ -156,7 +156,8 @@ def test_an_error_or_ctrl_c_neither_ends_nor_changes_the_conversation(talk, monk
         monkeypatch, "", "  ", "0123456789" * 30, KeyboardInterrupt(), UserError("not UTF-8"), "/?", "/rest", "/quit"
     )
     talk.conversation.run()
-    first, too_long, interrupted, not_utf8, again, _ = talk.lines
+    first, too_long, interrupted, not_utf8, again, unknown, _ = talk.lines
+    assert unknown == "/rest is sent to the model; /help lists the commands"
     assert "/reset" in first and "/quit" in interrupted and again == first
     assert too_long.startswith("error: the prompt has") and not_utf8 == "error: not UTF-8"
     assert [message["content"] for message in talk.conversation.messages[::2]] == ["def add", "/rest"]

@@ -68,7 +68,7 @@ def test_the_text_equals_that_of_generate_py_streamed_or_not(client, directories
     options = {"extra_body": options, "seed": 7, "max_tokens": 30}
     arguments = {"model": "text", "prompt": "def add ", **options}
     whole = client.completions.create(**arguments)
-    assert "def add" + whole.choices[0].text + "\n" == output(directories[1], ["def add "], **settings)[0]
+    assert "def add " + whole.choices[0].text + "\n" == output(directories[1], ["def add "], **settings)[0]
     assert whole.usage.completion_tokens == 30 and whole.choices[0].finish_reason == "length"
     parts = [chunk.choices[0].text for chunk in client.completions.create(**arguments, stream=True)]
     assert "".join(parts) == whole.choices[0].text and len(parts) > 10
