@@ -226,7 +226,7 @@ def compare(
             from ablation import cluster
 
             start = cluster.join(experiment, ray)
-        print(report.describe(experiment.study, len(experiment.workers)), flush=True)
+        print(report.plan_in_words(experiment.study, len(experiment.workers)), flush=True)
         if dry_run:
             if level is not None:
                 looks = ", ".join(map(str, pairs_of_looks(plan.seeds)))
