@@ -85,8 +85,8 @@ class Plan:
     """The runs: what they share, how many there are, and at which learning rates."""  # as the help of flags
 
     name: Annotated[str, Suppress] = "norms"
-    # Settings by arm, the baseline first. Without them each value of vary's first setting is an arm. Every other setting
-    # in vary multiplies the arms.
+    # Settings by arm, the baseline first. Without them each value of vary's first setting is an arm. Every other
+    # setting in vary multiplies the arms.
     arms: Annotated[dict[str, dict[str, Any]], Suppress] = field(default_factory=dict)
     vary: Annotated[dict[str, list[Any]], Suppress] = field(default_factory=dict)
     titles: Annotated[dict[str, str], Suppress] = field(default_factory=dict)  # in documents, by choice in `vary`
