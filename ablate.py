@@ -65,6 +65,10 @@ class Command:
     dry_run: bool = False  # Only print the plan, and what a run needs
     plan: Annotated[Plan, tyro.conf.arg(name="plan")] = field(default_factory=Plan)
 
+    @property
+    def folder(self) -> Path:
+        return self.out or Path("runs") / f"ablation-{self.plan.name}"
+
 
 def parse(arguments: list[str], judging: bool = False) -> Command:
     """The command line; read twice, since the plan that it names gives the defaults of the flags."""
@@ -179,6 +183,36 @@ def write_report(folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(meta
     return 0
 
 
+def run_comparison(command: Command, plan: Plan, folder: Path, level: float | None = None) -> int:
+    from ablation import execute  # imports torch
+
+    return execute.compare(plan, folder, command.device, command.jobs, command.ray, level, command.dry_run)
+
+
+def run_judge(command: Command) -> int:
+    """Judge an idea alone or in a campaign, or the ideas of a table of losses; returns the exit status."""
+    from ablation import judge, report, stats
+
+    if not command.campaign and command.pairs:
+        judge.judge_pairs(command.pairs, None)
+        return 0
+    if not command.campaign:
+        return run_comparison(command, command.plan, command.folder, stats.SIGNIFICANCE)
+    with contextlib.nullcontext() if command.dry_run else locked(command.campaign):
+        campaign = judge.load_campaign(command.campaign, command.fdr, command.adopt)
+        folder = campaign.idea_folder(command.plan.name)
+        plan = dataclasses.replace(command.plan, first_seed=campaign.first_seed)
+        if command.pairs:
+            judge.judge_pairs(command.pairs, campaign)
+            return 0
+        campaign.check_flags(run_flags(plan))
+        status = run_comparison(command, plan, folder, campaign.level)
+        if not status and not command.dry_run:
+            result = read_json(folder / report.JUDGE_RESULT)
+            campaign.add(*plan.all_arms, [*plan.phase_seeds["final"]], result, run_flags(plan))
+        return status
+
+
 def main() -> int:
     """Do what the command line says; returns the exit status."""
     fit_stdout()
@@ -186,29 +220,8 @@ def main() -> int:
         return call_with_flags(write_report, args=sys.argv[2:], prog="ablate.py report")
     judging = sys.argv[1:2] == ["judge"]
     command = parse(sys.argv[2 if judging else 1 :], judging)
-    from ablation import execute, judge, report, stats  # import torch
-
-    plan = command.plan
-    folder = command.out or Path("runs") / f"ablation-{plan.name}"
-    level = stats.SIGNIFICANCE if judging else None
-    campaign = None
     try:
-        with locked(command.campaign) if command.campaign and not command.dry_run else contextlib.nullcontext():
-            if command.campaign:
-                campaign = judge.load_campaign(command.campaign, command.fdr, command.adopt)
-                folder = campaign.idea_folder(plan.name)
-                level = campaign.level
-                plan = dataclasses.replace(plan, first_seed=campaign.first_seed)
-                if not command.pairs:
-                    campaign.check_flags(run_flags(plan))
-            if command.pairs:
-                judge.judge_pairs(command.pairs, campaign)
-                return 0
-            status = execute.compare(plan, folder, command.device, command.jobs, command.ray, level, command.dry_run)
-            if campaign and not status and not command.dry_run:
-                result = read_json(folder / report.JUDGE_RESULT)
-                campaign.add(*plan.all_arms, [*plan.phase_seeds["final"]], result, run_flags(plan))
-            return status
+        return run_judge(command) if judging else run_comparison(command, command.plan, command.folder)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the process has ended
         end(f"stopped; the same command resumes it: python {shlex.join(sys.argv)}", 130)
