@@ -1,4 +1,4 @@
-"""Compare any settings of train.py over paired seeds: `python ablate.py`. Thin: parses, and calls ablation/."""
+"""Compare any settings of train.py over paired seeds: `python ablate.py`."""
 
 import signal
 import sys
@@ -65,6 +65,10 @@ class Command:
     dry_run: bool = False  # Only print the plan, and what a run needs
     plan: Annotated[Plan, tyro.conf.arg(name="plan")] = field(default_factory=Plan)
 
+    @property
+    def folder(self) -> Path:
+        return self.out or Path("runs") / f"ablation-{self.plan.name}"
+
 
 def parse(arguments: list[str], judging: bool = False) -> Command:
     """The command line; read twice, since the plan that it names gives the defaults of the flags."""
@@ -73,23 +77,12 @@ def parse(arguments: list[str], judging: bool = False) -> Command:
     first, unknown = parse_flags(Command, args=without_help, return_unknown_args=True, **options)
     for argument in unknown:
         name = argument.partition("=")[0][2:].replace("-", "_")
-        if name in TYPES and not hasattr(first.plan, f"{name}s"):
+        if name in TYPES and name != "learning_rate":  # for which there is --learning-rates
             raise UserError(f"{argument} is a setting of train.py; --vary {name}=VALUE,VALUE compares values of it.")
     if any(argument.startswith("--") for argument in unknown):
         parse_flags(Command, args=without_help, **options)  # raises what is wrong
-    if (not judging and (first.campaign or first.pairs)) or (not first.campaign and (first.adopt or first.fdr)):
-        raise UserError("--campaign and --pairs belong to judge, and --fdr and --adopt to judge --campaign FOLDER.")
-    if first.campaign and first.b is None and not first.pairs:  # the ledger names an idea by its settings
-        raise UserError('--campaign judges an idea at a time: give it as --b "SETTING=VALUE", or as --pairs FILE.')
-    if first.campaign and first.out:
-        raise UserError("the results of an idea are in the folder of --campaign; leave out --out.")
-    plan = starting_plan(first, judging)
-    if first.quick:
-        rate = plan.learning_rates[:1] or (base_settings(plan.config).optimizer.learning_rate,)
-        quick = {"name": f"{plan.name}-quick", "seeds": 3, "steps": 300, "rerun_seeds": 0, "learning_rates": rate}
-        plan = dataclasses.replace(plan, **quick)
-    if judging:
-        plan = dataclasses.replace(plan, seeds=plan.seeds or JUDGED_PAIRS, rerun_seeds=0)
+    check_flags(first, judging)
+    plan = default_plan(first, judging)
     command = parse_flags(Command, args=arguments, default=Command(plan=plan), **options)
     if judging and not (plan.arms or plan.vary or command.pairs):
         raise UserError('judge needs --b "SETTING=VALUE" and, without --campaign, --a "...", or --pairs FILE.')
@@ -97,6 +90,28 @@ def parse(arguments: list[str], judging: bool = False) -> Command:
     suffix = "".join(f"-{name}-{getattr(command.plan, name)}" for name in others)
     name = command.plan.name + re.sub(r"[^\w.]+", "-", suffix).rstrip("-")
     return dataclasses.replace(command, plan=dataclasses.replace(command.plan, name=name))
+
+
+def check_flags(command: Command, judging: bool) -> None:
+    """`UserError` for flags that do not go together."""
+    if not judging and (command.campaign or command.pairs):
+        raise UserError("--campaign and --pairs belong to judge.")
+    if not command.campaign and (command.adopt or command.fdr is not None):
+        raise UserError("--fdr and --adopt belong to judge --campaign FOLDER.")
+    if command.campaign and command.b is None and not command.pairs:  # the ledger names an idea by its settings
+        raise UserError('--campaign judges an idea at a time: give it as --b "SETTING=VALUE", or as --pairs FILE.')
+    if command.campaign and command.out:
+        raise UserError("the results of an idea are in the folder of --campaign; leave out --out.")
+
+
+def default_plan(command: Command, judging: bool) -> Plan:
+    """The plan before the flags that change it: `starting_plan` with what --quick and judge set."""
+    plan = starting_plan(command, judging)
+    if command.quick:
+        rate = plan.learning_rates[:1] or (base_settings(plan.config).optimizer.learning_rate,)
+        quick = {"name": f"{plan.name}-quick", "seeds": 3, "steps": 300, "rerun_seeds": 0, "learning_rates": rate}
+        plan = dataclasses.replace(plan, **quick)
+    return dataclasses.replace(plan, seeds=plan.seeds or JUDGED_PAIRS, rerun_seeds=0) if judging else plan
 
 
 def starting_plan(command: Command, judging: bool) -> Plan:
@@ -126,21 +141,19 @@ def starting_plan(command: Command, judging: bool) -> Plan:
         return load_plan(find_plan(command.plan_file or "norms"))
     plan = load_plan(find_plan(command.plan_file)) if command.plan_file else Plan(config=command.plan.config)
     config = [plan.config] if not command.plan_file and plan.config != Plan.config else []
-    flags = (command.plan_file, a, b, *command.varied, *config)
-    words = (command.plan_file and plan.name, a, b, *command.varied, *config)
-    text = re.sub(r"[^\w.]+", "-", " ".join(filter(None, words))).strip("-")
-    name = f"{text[:48]}-{hashlib.blake2b(repr(flags).encode(), digest_size=3).hexdigest()}"
+    texts = (a, b, *command.varied, *config)
+    words = filter(None, (command.plan_file and plan.name, *texts))
+    text = re.sub(r"[^\w.]+", "-", " ".join(words)).strip("-")
+    flags_hash = hashlib.blake2b(repr((command.plan_file, *texts)).encode(), digest_size=3).hexdigest()
+    name = f"{text[:48]}-{flags_hash}"
     return dataclasses.replace(plan, name=name, arms=arms or plan.arms, vary=plan.vary | vary)
 
 
 def run_flags(plan: Plan) -> str:
     """The flags that make the runs of a campaign: they stay from idea to idea."""
-    flags = [f"--config {plan.config}"]
-    if plan.steps:
-        flags.append(f"--steps {plan.steps}")
-    if plan.learning_rates:
-        flags.append(f"--learning-rates {' '.join(map(str, plan.learning_rates))}")
-    return " ".join(flags)
+    steps = f" --steps {plan.steps}" if plan.steps else ""
+    rates = f" --learning-rates {' '.join(map(str, plan.learning_rates))}" if plan.learning_rates else ""
+    return f"--config {plan.config}{steps}{rates}"
 
 
 def assignments(text: str) -> dict[str, str]:
@@ -170,6 +183,36 @@ def write_report(folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(meta
     return 0
 
 
+def run_comparison(command: Command, plan: Plan, folder: Path, level: float | None = None) -> int:
+    from ablation import execute  # imports torch
+
+    return execute.compare(plan, folder, command.device, command.jobs, command.ray, level, command.dry_run)
+
+
+def run_judge(command: Command) -> int:
+    """Judge an idea alone or in a campaign, or the ideas of a table of losses; returns the exit status."""
+    from ablation import judge, report, stats
+
+    if not command.campaign and command.pairs:
+        judge.judge_pairs(command.pairs, None)
+        return 0
+    if not command.campaign:
+        return run_comparison(command, command.plan, command.folder, stats.SIGNIFICANCE)
+    with contextlib.nullcontext() if command.dry_run else locked(command.campaign):
+        campaign = judge.load_campaign(command.campaign, command.fdr, command.adopt)
+        folder = campaign.idea_folder(command.plan.name)
+        plan = dataclasses.replace(command.plan, first_seed=campaign.first_seed)
+        if command.pairs:
+            judge.judge_pairs(command.pairs, campaign)
+            return 0
+        campaign.check_flags(run_flags(plan))
+        status = run_comparison(command, plan, folder, campaign.level)
+        if not status and not command.dry_run:
+            result = read_json(folder / report.JUDGE_RESULT)
+            campaign.add(*plan.all_arms, [*plan.phase_seeds["final"]], result, run_flags(plan))
+        return status
+
+
 def main() -> int:
     """Do what the command line says; returns the exit status."""
     fit_stdout()
@@ -177,29 +220,8 @@ def main() -> int:
         return call_with_flags(write_report, args=sys.argv[2:], prog="ablate.py report")
     judging = sys.argv[1:2] == ["judge"]
     command = parse(sys.argv[2 if judging else 1 :], judging)
-    from ablation import execute, judge, report, stats  # import torch
-
-    plan = command.plan
-    folder = command.out or Path("runs") / f"ablation-{plan.name}"
-    level = stats.SIGNIFICANCE if judging else None
-    campaign = None
     try:
-        with locked(command.campaign) if command.campaign and not command.dry_run else contextlib.nullcontext():
-            if command.campaign:
-                campaign = judge.load_campaign(command.campaign, command.fdr, command.adopt)
-                folder = campaign.idea_folder(plan.name)
-                level = campaign.level
-                plan = dataclasses.replace(plan, first_seed=campaign.first_seed)
-                if not command.pairs:
-                    campaign.check_flags(run_flags(plan))
-            if command.pairs:
-                judge.judge_pairs(command.pairs, campaign)
-                return 0
-            status = execute.compare(plan, folder, command.device, command.jobs, command.ray, level, command.dry_run)
-            if campaign and not status and not command.dry_run:
-                result = read_json(folder / report.JUDGE_RESULT)
-                campaign.add(*plan.all_arms, [*plan.phase_seeds["final"]], result, run_flags(plan))
-            return status
+        return run_judge(command) if judging else run_comparison(command, command.plan, command.folder)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the process has ended
         end(f"stopped; the same command resumes it: python {shlex.join(sys.argv)}", 130)

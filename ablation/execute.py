@@ -75,14 +75,14 @@ class Experiment:
 
 
 def local_workers(torch_device: str, jobs: int | None) -> list[str]:
-    """The torch device of each worker. For auto: GPUs of one model, as arms of a seed share it; else MPS, or cores."""
+    """The torch device of each worker."""
     if jobs is not None and jobs < 1:
         raise UserError(f"--jobs {jobs} must be at least 1.")
     chosen = choose_device(torch_device)
     if chosen.type == "cpu":
         return ["cpu"] * (jobs or usable_cores())
     devices = [str(chosen)]
-    if chosen.type == "cuda" and torch_device == "auto":
+    if chosen.type == "cuda" and torch_device == "auto":  # GPUs of one model, as all arms of a seed are made on it
         gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
         devices = [gpu for gpu in gpus if device_model(gpu) == device_model(gpus[0])]
     # Several jobs may share a GPU: a small model leaves it mostly idle.
@@ -226,7 +226,7 @@ def compare(
             from ablation import cluster
 
             start = cluster.join(experiment, ray)
-        print(report.describe(experiment.study, len(experiment.workers)), flush=True)
+        print(report.plan_in_words(experiment.study, len(experiment.workers)), flush=True)
         if dry_run:
             if level is not None:
                 looks = ", ".join(map(str, pairs_of_looks(plan.seeds)))

@@ -4,11 +4,11 @@ At each of five looks, the p-value of a t-test is compared with that of the boun
 Biometrics 35): |z| = C sqrt(5 / k) at look k, where C = 2.040 for a two-sided level of 5% (Jennison and Turnbull 2000,
 Group Sequential Methods, table 2.3 and section 4.4). docs/compare.md has the error rates.
 
-In a campaign, a folder whose campaign.jsonl (the ledger) has a line for each verdict, a share of `fdr` at most of the
-ideas that are kept does nothing, in expectation and as far as the p-values hold, which a t-test gives for differences
-that are about normal. Idea t is kept wrongly with a probability of at most fdr * 10 / ((t + 9) (t + 10)) * (1 + keeps
-before it); the middle factor adds up to 1 over all t (LOND: Javanmard and Montanari 2015, arXiv 1502.06197). Any number
-of ideas may follow from any verdicts, as long as this holds given all that happened before: so each has new seeds.
+A campaign is a folder whose campaign.jsonl (the ledger) has a line for each verdict. On average at most `fdr` of the
+kept ideas do nothing. This needs valid p-values: a t-test's are, if differences are about normal. Idea t is kept
+wrongly with a probability of at most fdr * 10 / ((t + 9) (t + 10)) * (1 + keeps before it); the middle factor adds up
+to 1 over all t (LOND: Javanmard and Montanari 2015, arXiv 1502.06197). Any number of ideas may follow from any
+verdicts, as long as this holds given all that happened before: so each has new seeds.
 """
 
 import functools
@@ -224,13 +224,15 @@ def judge_pairs(path: Path, campaign: Campaign | None) -> None:
     ideas = read_pairs(path)
     if len(ideas) > 1 and not campaign:
         print("note: --campaign FOLDER limits how many of several ideas are kept wrongly", file=sys.stderr)
-    idea_by_seed = {seed: line.idea for line in (campaign.ledger if campaign else ()) for seed in line.seeds}
-    judged_seeds = {*idea_by_seed}
-    for idea, pairs in ideas.items() if campaign else ():
-        for seed in map(int, pairs.index):
-            other = idea_by_seed.setdefault(seed, idea)
-            if other != idea:
-                raise UserError(f"{path}: {idea} and {other} share seed {seed}; each idea needs its own.")
+    judged_seeds = set()
+    if campaign:
+        idea_by_seed = {seed: line.idea for line in campaign.ledger for seed in line.seeds}
+        judged_seeds |= {*idea_by_seed}
+        for idea, pairs in ideas.items():
+            for seed in map(int, pairs.index):
+                other = idea_by_seed.setdefault(seed, idea)
+                if other != idea:
+                    raise UserError(f"{path}: {idea} and {other} share seed {seed}; each idea needs its own.")
     for idea, pairs in ideas.items():
         seeds = sorted(map(int, pairs.index))
         if judged_seeds & {*seeds}:

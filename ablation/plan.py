@@ -85,7 +85,8 @@ class Plan:
     """The runs: what they share, how many there are, and at which learning rates."""  # as the help of flags
 
     name: Annotated[str, Suppress] = "norms"
-    # Settings by arm, the baseline first. Each gets every combination of `vary`, whose first setting else makes them.
+    # Settings by arm, the baseline first. Without them each value of vary's first setting is an arm. Every other
+    # setting in vary multiplies the arms.
     arms: Annotated[dict[str, dict[str, Any]], Suppress] = field(default_factory=dict)
     vary: Annotated[dict[str, list[Any]], Suppress] = field(default_factory=dict)
     titles: Annotated[dict[str, str], Suppress] = field(default_factory=dict)  # in documents, by choice in `vary`
@@ -119,7 +120,8 @@ class Plan:
         arms = self.arms
         vary = [[(name, value) for value in values] for name, values in self.vary.items()]
         if not arms and vary:
-            arms = {label(name, value): {name: value} for name, value in vary.pop(0)}
+            first, *vary = vary
+            arms = {label(name, value): {name: value} for name, value in first}
         combined: dict[str, Arm] = {}
         for choices in itertools.product(*vary):
             baseline = None

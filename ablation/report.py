@@ -27,7 +27,7 @@ STREAM = """Mean / std in the stream: |mean| over the standard deviation of the 
 deeper half. Cosine with ones: 1 where all channels of the stream are equal; a mean over all norms."""
 
 
-def describe(study: Study, workers: int) -> str:
+def plan_in_words(study: Study, workers: int) -> str:
     """The plan in words before it runs."""
     rates = [*study.sweep.columns] or sorted({*study.chosen_learning_rates.values()})
     sweep = " (a sweep; --lr X leaves it out)" if study.sweep_runs else ""
@@ -104,18 +104,16 @@ def pairs_to_decide(c: Comparison) -> str | None:
     """The pairs that an inconclusive comparison would probably need, as text."""
     if c.verdict != "inconclusive":
         return None
-    best, fewest, most = (f"{n:,}" if n < MAX_PAIRS else f"over {n:,}" for n in c.more_pairs)
+    best, fewest, most = (f"{n:,}" if n < MAX_PAIRS else f"over {n:,}" for n in c.pairs_for_power)
     return f"{best} pairs for 80% power ({fewest} to {most})"
 
 
 def write(study: Study, folder: Path) -> Path:
     """Write report.md, whose path is returned, its first table as CSV and LaTeX, and its pictures as PNG and PDF."""
-    rows, compared = [], {}
-    for c in study.comparisons:
-        row = comparison_row(study, c)
+    rows = [comparison_row(study, c) for c in study.comparisons]
+    compared = {}  # effects by the text in the picture
+    for c, row in zip(study.comparisons, rows, strict=True):
         compared[f"{c.arm}: {row['verdict']}\n{row['worth'] or ''}"] = c.effect
-        numbers = {"mean": c.effect.estimate, "low": c.effect.interval[0], "high": c.effect.interval[1]}
-        rows.append({"arm": c.effect.name, "unit": study.unit} | numbers | row)
     if rows:
         save_table(folder / "differences", rows)
     bases = ", ".join(dict.fromkeys(c.baseline for c in study.comparisons))
@@ -131,7 +129,7 @@ def write(study: Study, folder: Path) -> Path:
         with replacing(folder / f"{name}.{kind}") as file:
             figures[name].savefig(file, format=kind)
     is_study = folder.resolve().parent == STUDIES  # which is kept without pictures
-    replace_text(folder / "report.md", markdown_text(study, folder, () if is_study else pictures))
+    replace_text(folder / "report.md", markdown_text(study, rows, folder, () if is_study else pictures))
     return folder / "report.md"
 
 
@@ -143,11 +141,13 @@ def save_table(path: Path, rows: list[dict]) -> None:
     replace_text(path.with_suffix(".tex"), f"% needs \\usepackage{{booktabs}}\n{latex}")
 
 
-def markdown_text(study: Study, folder: Path, drawn: Collection[str]) -> str:
-    """report.md, with links to the pictures that are drawn. A section without text and picture is left out."""
+def markdown_text(study: Study, rows: list[dict], folder: Path, drawn: Collection[str]) -> str:
+    """report.md, of comparison rows and with links to the pictures that are drawn. Empty sections are left out."""
     mean = "mean and 95% interval"
-    means = [{"arm": c.effect.name, f"{study.unit}, {mean}": with_interval(c.effect)} for c in study.comparisons]
-    differences = [row | comparison_row(study, c) for row, c in zip(means, study.comparisons, strict=True)]
+    differences = []
+    for c, row in zip(study.comparisons, rows, strict=True):
+        shown = {name: row[name] for name in row if name not in ("unit", "mean", "low", "high")}
+        differences.append({"arm": row["arm"], f"{study.unit}, {mean}": with_interval(c.effect)} | shown)
     effects = [{"effect": e.name, mean: with_interval(e), "p (Holm)": p} for e, p in grid_effects(study)]
     incomplete = study.rows[study.rows.status != "completed"]
     hours = (study.rows.seconds / 3600).groupby([study.rows[name] for name in MACHINE], dropna=False, sort=False)
@@ -192,9 +192,8 @@ def about(study: Study) -> str:
         text += f" The pilot asked for {study.pairs} pairs; {finished}."
     texts = "; ".join(dict.fromkeys(" ".join(settings.data.data) for settings in of_arms))
     text += f" Config: {plan.config}; text: {texts}."
-    hashes = study.rows.replace("", None).groupby("seed")[["batches_hash", "weights_hash"]].nunique().max()
     columns = {"batches": "batches_hash", "initial weights (but for the norms)": "weights_hash"}
-    equal = " and ".join(what for what, column in columns.items() if hashes[column] == 1)
+    equal = " and ".join(what for what, column in columns.items() if equal_in_each_seed(study.rows, column))
     text += f" Runs of a seed had equal {equal}." if equal else ""
     fewest = min((c.effect.n for c in study.comparisons), default=MIN_PAIRS_FOR_EQUIVALENCE)
     if fewest < MIN_PAIRS_FOR_EQUIVALENCE:
@@ -202,11 +201,16 @@ def about(study: Study) -> str:
     return text
 
 
+def equal_in_each_seed(rows: pd.DataFrame, column: str) -> bool:
+    return rows.replace("", None).groupby("seed")[column].nunique().max() == 1
+
+
 def comparison_row(study: Study, c: Comparison) -> dict:
-    """The columns that follow mean and interval in the table of comparisons."""
+    """A row of the table of comparisons."""
     by_holm = " after Holm" if c.verdict == "inconclusive" and c.effect.p < SIGNIFICANCE else ""
     worth = in_words(study.in_steps(c.baseline, c.effect.estimate, c.effect.interval))
-    row = {"worth": worth, "verdict": c.verdict + by_holm}
+    row = {"arm": c.effect.name, "unit": study.unit, "mean": c.effect.estimate}
+    row |= {"low": c.effect.interval[0], "high": c.effect.interval[1], "worth": worth, "verdict": c.verdict + by_holm}
     row |= {"p (Holm)": c.p_holm, "p of equivalence (Holm)": c.p_equivalence}
     return row | {"pairs": c.effect.n, "std of a pair": c.deviation, "it would take": pairs_to_decide(c)}
 

@@ -41,11 +41,11 @@ def train_run(plan: Plan, run: Run, torch_device: str, threads: int | None, work
         session = set_up(replace_settings(settings, {"device": torch_device}), Path(), resume=False)
     if run.perturbation:
         perturb(session.model, run.seed, run.perturbation)
-    row = measure(session, run, settings_hash(settings), workers)
+    row = make_row(session, run, settings_hash(settings), workers)
     return dataclasses.replace(row, all_seconds=time.perf_counter() - start)
 
 
-def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, train: bool = True) -> Row:
+def make_row(session: Session, run: Run, hash_of_settings: str, workers: int, *, train: bool = True) -> Row:
     """The row of a session, which is trained to its end first; train: False only evaluates the model as it is."""
     curve = []
     try:
@@ -59,9 +59,10 @@ def measure(session: Session, run: Run, hash_of_settings: str, workers: int, *, 
         outcome = {"loss": final.loss, "bits_per_byte": final.bits_per_byte} | probe(session)
     except Diverged as error:
         outcome = {"status": "diverged", "reason": str(error).partition(";")[0]}
-    batches = (array for step in range(session.state.step) for array in session.batch(step)[:2])
     curve = [(step, loss) for step, loss in curve if math.isfinite(loss)]
     outcome |= {"curve": curve, "seconds": session.state.seconds, "tokens": session.state.tokens}
+    # For the hashes all batches are read again, and the initial model is made again: training keeps neither.
+    batches = (array for step in range(session.state.step) for array in session.batch(step)[:2])
     with contextlib.redirect_stdout(None):
         initial = sorted(initial_model(session.settings, torch.float32).named_parameters())
     shared = ((name.encode(), weight.detach().numpy()) for name, weight in initial if not is_norm_parameter(name))

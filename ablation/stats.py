@@ -124,11 +124,12 @@ class Comparison:
         return "inconclusive"
 
     @property
-    def more_pairs(self) -> tuple[int, int, int]:
+    def pairs_for_power(self) -> tuple[int, int, int]:
         """Pairs for 80% power to show equivalence or the difference: by the deviation, then its interval's ends."""
         stds = self.deviation, *(deviation_limit(self.differences, level) for level in (0.025, 0.975))
         distance = abs(self.effect.estimate)
-        alpha = SIGNIFICANCE / 2 * min(1, self.effect.p / self.p_holm)  # as Holm multiplied this p
+        # Holm multiplied p by p_holm / p, so the level is divided by it.
+        alpha = SIGNIFICANCE / 2 * min(1, self.effect.p / self.p_holm)
         if distance < self.margin:
             best, *ends = (pairs_for_equivalence(std, self.margin, self.family_size) for std in stds)
         else:

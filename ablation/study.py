@@ -95,22 +95,26 @@ class Study:
         differences = [self.paired("pilot", name).difference.dropna().to_numpy() for name in compared]
         return min(final_pairs([values for values in differences if len(values) > 1], self.plan.margin), MAX_SEEDS)
 
+    @property
+    def asked_for(self) -> list[Run]:
+        """Every run that the plan asks for, as far as that is decided, whatever its hours."""
+        if self.missing(self.sweep_runs):
+            return self.sweep_runs
+        seeds = self.plan.phase_seeds
+        rerun_seeds = (seeds["pilot"] or seeds["final"])[: self.plan.rerun_seeds]
+        reruns = self.runs("rerun", rerun_seeds, self.plan.perturbations)
+        reruns = [run for run in reruns if self.plan.all_arms[run.arm].baseline is None]
+        final = self.runs("final", seeds["final"][: self.pairs or 0])
+        return [*self.sweep_runs, *self.runs("pilot", seeds["pilot"]), *reruns, *final]
+
     @functools.cached_property
     def wanted(self) -> list[Run]:
-        """Every run that the plan asks for, as far as that is decided; no seed that would end beyond its hours."""
-        asked_for = [*self.sweep_runs]
-        seeds = self.plan.phase_seeds
-        if not self.missing(self.sweep_runs):
-            rerun_seeds = (seeds["pilot"] or seeds["final"])[: self.plan.rerun_seeds]
-            reruns = self.runs("rerun", rerun_seeds, self.plan.perturbations)
-            asked_for += self.runs("pilot", seeds["pilot"])
-            asked_for += [run for run in reruns if self.plan.all_arms[run.arm].baseline is None]
-            asked_for += self.runs("final", seeds["final"][: self.pairs or 0])
+        """The runs asked for whose seed fits into the hours of the plan."""
         hours = self.rows[["seconds", "all_seconds"]].max(axis=1) / self.rows.workers / 3600
         mean = hours[self.rows.status != "failed"].mean()
         end = hours.sum()
         wanted = []
-        for _, of_seed in itertools.groupby(asked_for, lambda run: (run.phase, run.seed)):
+        for _, of_seed in itertools.groupby(self.asked_for, lambda run: (run.phase, run.seed)):
             runs = [*of_seed]
             missing = self.missing(runs)
             end += 0.0 if math.isnan(mean) else len(missing) * mean
@@ -157,7 +161,7 @@ class Study:
         if slope >= 0:
             return None
         logs = np.clip(np.array([difference, *interval]) / slope, -math.log(2), math.log(2))  # no further extrapolation
-        percent, high, low = map(six_digits, 100 * np.expm1(logs))
+        percent, high, low = map(six_digits, 100 * np.expm1(logs))  # the slope is negative: the ends change places
         return {"percent": percent, "low": low, "high": high, "source": source}
 
     @property

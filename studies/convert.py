@@ -21,7 +21,7 @@ from tqdm import tqdm
 from ablation import report, study
 from ablation.plan import Plan, Run, load_plan, replace_settings, run_settings
 from ablation.records import Row, append_rows, read_rows
-from ablation.run import measure
+from ablation.run import make_row
 from errors import exit_on_user_error, printable
 from files import locked
 from flags import call_with_flags
@@ -57,14 +57,14 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
                 end = int(quarter.removeprefix("quarter ")) * session.steps // 4
                 next(result for result in train_steps(session) if result.step == end)
                 save(dataclasses.replace(session, run_dir=folder / quarter))
-            row = measure(session, run, NO_HASH, 1)
+            row = make_row(session, run, NO_HASH, 1)
             save(dataclasses.replace(session, run_dir=folder / name))
         elif start in quarters:  # converted in the middle of that run: the rest of its steps
             load_moments(folder / start / "last", session.model, session.optimizer)
             session.state = dataclasses.replace(read_state(folder / start / "last"), seconds=0.0)
-            row = measure(session, run, NO_HASH, 1)
+            row = make_row(session, run, NO_HASH, 1)
         else:  # converted at the end: as it is, or after the steps of the arm
-            row = measure(session, run, NO_HASH, 1, train="steps" in plan.all_arms[name].settings)
+            row = make_row(session, run, NO_HASH, 1, train="steps" in plan.all_arms[name].settings)
             row = dataclasses.replace(row, batches_hash="")
         rows.append(row)
     return rows

@@ -47,7 +47,7 @@ def test_the_numbers_are_those_of_the_study(finish, tmp_path):
 def test_arms_that_are_open_unfinished_or_diverged_say_so(finish):
     pair = finish(PLAN, losses)
     noisy = finish(dataclasses.replace(PLAN, rerun_seeds=0), lambda run: 3 + math.sin(run.seed * len(run.arm)))
-    assert noisy.comparisons[0].verdict == "inconclusive" and noisy.comparisons[0].more_pairs[0] > 6
+    assert noisy.comparisons[0].verdict == "inconclusive" and noisy.comparisons[0].pairs_for_power[0] > 6
     assert "it would take " + report.pairs_to_decide(noisy.comparisons[0]) in " ".join(report.headline(noisy))
     unfinished = Study(pair.plan, pair.rows[pair.rows.seed < 4])
     assert "rms: not finished, 3 of 6 final runs" in report.headline(unfinished)
@@ -68,7 +68,9 @@ def test_pairs_that_do_not_count_and_a_limit_that_was_reached_are_said(finish):
 def test_a_judged_folder_repeats_the_verdict_and_says_which_interval_is_right(finish, tmp_path):
     verdict = {"verdict": "keep", "difference": -0.1, "interval": [-0.2, -0.05], "reason": "decided after 4 pairs"}
     (tmp_path / report.JUDGE_RESULT).write_text(json.dumps(verdict), encoding="utf-8")
-    text = report.markdown_text(finish(PLAN, losses), tmp_path, ())
+    text = report.markdown_text(
+        (judged := finish(PLAN, losses)), [report.comparison_row(judged, judged.comparisons[0])], tmp_path, ()
+    )
     assert "- judge: keep, -0.1 [-0.2, -0.05]; decided after 4 pairs\n" in text and "below are too narrow" in text
 
 
@@ -76,4 +78,6 @@ def test_a_judged_folder_repeats_the_verdict_and_says_which_interval_is_right(fi
     "folder", sorted(path.parent for path in STUDIES.glob("*/runs.jsonl")), ids=lambda path: path.name
 )
 def test_a_committed_report_is_what_its_records_give(folder):
-    assert report.markdown_text(study.load(folder), folder, {}) == (folder / "report.md").read_text(encoding="utf-8")
+    loaded = study.load(folder)
+    rows = [report.comparison_row(loaded, c) for c in loaded.comparisons]
+    assert report.markdown_text(loaded, rows, folder, {}) == (folder / "report.md").read_text(encoding="utf-8")
