@@ -198,7 +198,8 @@ def from_json(fields: dict) -> ModelConfig:
         raise ValueError(f"layer_types has {', '.join(sorted(unknown))}, which this decoder cannot represent")
     context = fields["max_position_embeddings"]
     window = fields["sliding_window"]
-    if window is not None and (fields["use_sliding_window"] or "sliding_attention" in layer_types):
+    uses_window = fields["use_sliding_window"] or fields["model_type"] == "mistral"  # which has no such switch
+    if window is not None and (uses_window or "sliding_attention" in layer_types):
         context = min(context, window)  # up to the length of its window, such a layer attends to all tokens
     kv_heads = fields["num_key_value_heads"]
     config = ModelConfig(

@@ -38,6 +38,7 @@ SCALED = {
 BASES = {
     **{family: (family, {"head_dim": 8} if family == "qwen3" else {}) for family in FAMILIES},
     "qwen2 with window": ("qwen2", WINDOW),
+    "mistral with window": ("mistral", {"sliding_window": 4}),
     "qwen3 with window": ("qwen3", WINDOW | {"head_dim": 8, "layer_types": ["sliding_attention", "full_attention"]}),
     **{f"llama, old {name}": ("llama", {"rope_scaling": rope, "rope_theta": 100.0}) for name, rope in SCALED.items()},
     **{f"mistral, {name}": ("mistral", {"rope_parameters": {**r, "rope_theta": 100.0}}) for name, r in SCALED.items()},
