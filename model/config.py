@@ -1,8 +1,4 @@
-"""The configuration of a decoder: one dataclass, validated on construction.
-
-Imports no torch, so that `--help` answers at once. Fields have the names of Hugging Face's config.json;
-the text under a field is its help on the command line.
-"""
+"""The configuration of a decoder, validated on construction. Imports no torch, so that `--help` answers at once."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -54,6 +50,7 @@ GATED = ("swiglu", "geglu", "reglu", "glu")  # MLPs with three matrices: gate, u
 PLAIN = ("relu", "gelu")  # MLPs with two: up and down
 
 
+# Fields have the names of Hugging Face's config.json; the text under a field is its help on the command line.
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder: grouped-query attention with rotary positions; by default pre-norm, with RMSNorm and a SwiGLU MLP."""

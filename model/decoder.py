@@ -59,7 +59,6 @@ class Layer(nn.Module):
         """Take and return the output of the last block and the residual stream without it, (B, T, D) each.
 
         A `residual` of None stands for zeros: before the first layer, and always with `post` and `output`.
-        attention_inputs: the tables, the mask and the cache that `Attention.forward` takes.
         """
         if self.placement == "post":  # x = norm(x + attention(x)); x = norm(x + mlp(x))  (Vaswani et al. 2017)
             x, _ = self.input_layernorm(self.self_attn(x, *attention_inputs), x)
