@@ -7,6 +7,7 @@ becomes one line and exit status 2. `--traceback` on any command line shows wher
 import contextlib
 import functools
 import os
+import re
 import signal
 import sys
 import time
@@ -20,6 +21,10 @@ from typing import NoReturn, TextIO
 PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
 PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
 
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of a terminal; they take no place in a line
+COMMAND = re.compile(r"python (-m|\S+\.py) .*")
+VERBATIM = ("{", "  |")  # a JSON object and a model's text begin like this
+
 
 def printable(text: str) -> str:
     """The text with its control characters made visible, except tab and newline."""
@@ -27,10 +32,7 @@ def printable(text: str) -> str:
 
 
 def fit_terminal(text: str, stream: TextIO) -> str:
-    """The text, for a terminal with long lines broken between words.
-
-    A command, a JSON object, a model's text (after |) and a line with colours, which fits already, stay as they are.
-    """
+    """The text, for a terminal with long lines broken between words, but not inside a command, which people copy."""
     if not stream.isatty():
         return text
     import shutil  # these two only here, as Ctrl-C in an import is a traceback
@@ -39,9 +41,9 @@ def fit_terminal(text: str, stream: TextIO) -> str:
     options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
     columns, lines = shutil.get_terminal_size().columns, text.split("\n")
     for i, line in enumerate(lines):
-        as_it_is = line.startswith(("{", "  |")) or "python " in line or "\x1b" in line
-        if len(line) > columns and not as_it_is:
-            lines[i] = textwrap.fill(line, columns, **options)
+        if len(COLOURS.sub("", line)) > columns and not line.startswith(VERBATIM):
+            unbroken = COMMAND.sub(lambda command: command[0].replace(" ", "\xa0"), line)  # no-break spaces
+            lines[i] = textwrap.fill(unbroken, columns, **options).replace("\xa0", " ")
     return "\n".join(lines)
 
 

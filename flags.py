@@ -5,7 +5,6 @@ import dataclasses
 import difflib
 import functools
 import io
-import itertools
 import re
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, get_args
@@ -15,7 +14,7 @@ import tyro
 from msgspec import Meta
 from tyro.conf import arg
 
-from errors import UserError
+from errors import COLOURS, UserError
 
 Name = Annotated[str, Meta(min_length=1)]
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -52,7 +51,16 @@ def check_fields(table: object) -> None:
 
 
 def parse_flags(kind: Callable, **options: object) -> Any:
-    """`tyro.cli`, with one line about a flag or value that it does not accept in place of its box of several."""
+    """`tyro.cli`, with one line about a flag or value that it does not accept in place of its box, which looks so:
+
+    ╭─ Unrecognized options ──────────────────╮
+    │ Unrecognized options: --nrom, rms       │
+    │ ─────────────────────────────────────── │
+    │ Perhaps you meant:                      │
+    │     --norm STR                          │
+    │         Norm of the layers.             │
+    ╰─────────────────────────────────────────╯
+    """
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
@@ -60,23 +68,21 @@ def parse_flags(kind: Callable, **options: object) -> Any:
     except SystemExit as end:
         if not end.code:
             raise
-    # ╭─ TITLE ─────────╮
-    # │ REASON, in one or several lines │ its help, indented │ ──────── │, then perhaps │ Perhaps you meant: │ --FLAG │
-    text = re.sub(r"\x1b\[[0-9;]*m", "", box.getvalue())  # without the colours of a terminal
-    lines = [line.strip("│╭╮╰╯ ") for line in text.splitlines() if not line.startswith("│" + 9 * " ")]
-    reason = " ".join(itertools.takewhile(lambda line: line.strip("─"), lines[1:])).rstrip(".")
-    similar = re.search(r"Perhaps you meant:\W*(--[a-z0-9-]+)", text)
+    _title, *lines = COLOURS.sub("", box.getvalue()).splitlines()
+    text = " ".join(line.strip("│ ") for line in lines if not line.startswith("│         "))  # without help of flags
+    reason = text.partition(" ──")[0].rstrip(".")
+    similar = re.search("Perhaps you meant: (--[a-z0-9-]+)", text)
     raise UserError(f"{reason}; see --help.{f' Did you mean {similar[1]}?' if similar else ''}")
 
 
 def call_with_flags(function: Callable, **options: object) -> Any:
-    """Call a function with the arguments that the command line gives; about a wrong one, one line."""
+    """Call a function with the arguments that the command line gives, once `parse_flags` has accepted them."""
 
-    @functools.wraps(function)
-    def later(*arguments: object, **named: object) -> Callable[[], Any]:  # when `parse_flags` is done
+    @functools.wraps(function)  # tyro calls what it is given, and reads its signature
+    def bind(*arguments: object, **named: object) -> Callable[[], Any]:
         return functools.partial(function, *arguments, **named)
 
-    return parse_flags(later, **options)()
+    return parse_flags(bind, **options)()
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

@@ -39,14 +39,19 @@ class Processes:
         return self.rank == 0
 
     @contextlib.contextmanager
-    def main_first(self, run_dir: Path) -> Iterator[Path]:
-        """A block with the run folder of the main process, which the others enter after it, perhaps hours later."""
+    def main_first(self) -> Iterator[None]:
+        """A block that the other processes enter when the main one has left it, perhaps hours later."""
         if not self.is_main:
-            self.store.wait(["run_dir"], timedelta(hours=6))
-            run_dir = Path(self.store.get("run_dir").decode())
-        yield run_dir
+            self.store.wait(["main_first"], timedelta(hours=6))
+        yield
         if self.is_main and self.count > 1:
-            self.store.set("run_dir", str(run_dir.absolute()))
+            self.store.set("main_first", "done")
+
+    def folder_of_main(self, folder: Path) -> Path:
+        """The `folder` of the main process, in all processes."""
+        if self.is_main and self.count > 1:
+            self.store.set("folder", str(folder.absolute()))
+        return folder if self.is_main else Path(self.store.get("folder").decode())
 
     def check_equal(self, **values: object) -> None:
         """Raise `UserError` in all processes unless each has the same values, by their `repr`."""

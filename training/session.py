@@ -24,7 +24,7 @@ from training import checkpoint
 from training.checkpoint import State
 from training.optimizer import build_optimizer, freeze_parameters
 from training.processes import Processes, shard, start_processes
-from training.settings import MachineSettings, Settings, changed_fields, load_settings
+from training.settings import MachineSettings, RunSettings, Settings, changed_fields, load_settings
 from training.step import split_batch
 
 Text = Corpus | Conversations
@@ -53,14 +53,13 @@ class Session:
         return self.settings.optimizer.steps
 
     def batch(self, step: int) -> Batch:
-        """The sequences of a step for this process, int64 (b, t): windows of the text, cut into parts of t tokens."""
+        """The sequences of a step for this process, int64 (b, t): of --sequence-length tokens, cut into parts of t."""
         data = self.settings.data
-        window = data.sequence_length
-        share = data.batch_size // self.processes.count
+        size = data.batch_size // self.processes.count
         # What was read counts, not the steps: a resumed run may have had another batch size.
-        before = self.state.tokens // window + (step - self.state.step) * data.batch_size
-        first = before + self.processes.rank * share
-        batch = self.corpus.batch(seed=self.settings.run.seed, first=first, size=share, sequence_length=window)
+        sequences_read = self.state.tokens // data.sequence_length + (step - self.state.step) * data.batch_size
+        options = {"first": sequences_read + self.processes.rank * size, "size": size}
+        batch = self.corpus.batch(seed=self.settings.run.seed, sequence_length=data.sequence_length, **options)
         length = sequence_length(step, self.steps, data)
         return tuple(array.reshape(-1, length) for array in batch)
 
@@ -93,8 +92,9 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool) -> Session:
     settings = dataclasses.replace(settings, machine=machine)
 
     last = checkpoint.find_last(run_dir) if resume else None
-    with processes.main_first(run_dir) as run_dir:
+    with processes.main_first():
         settings, corpus = open_text(settings, last)
+    run_dir = processes.folder_of_main(run_dir)
     if last is None:
         state = State(0, 0, 0.0, None, corpus.text_hash, fixed_settings(settings))
     else:
@@ -178,13 +178,7 @@ def initial_model(settings: Settings, dtype: torch.dtype, last: Path | None = No
     """The model on the CPU, with the weights of the checkpoint `last`, else of --init-from, else random ones."""
     run = settings.run
     if run.lora is not None:
-        with reading(run.init_from, "the adapter needs the model that its run was started from, at the same path"):
-            model = pretrained.load_pretrained(run.init_from, compute_dtype=dtype, cast=True)
-        if model.config != settings.model:
-            raise UserError("--lora leaves the model as it is; leave out --norm and other flags of its shape.")
-        print(f"weights: those of {run.init_from}, frozen; LoRA of rank {run.lora}")
-        alpha = run.lora_alpha or 2 * run.lora
-        add_lora(model, {"r": run.lora, "lora_alpha": alpha, "base_model_name_or_path": run.init_from}, run.seed)
+        model = lora_model(settings, dtype)
     else:
         model = Decoder(settings.model, seed=run.seed, compute_dtype=dtype)
         if run.previous_token_head and settings.model.attention_bias:
@@ -192,19 +186,37 @@ def initial_model(settings: Settings, dtype: torch.dtype, last: Path | None = No
         elif run.previous_token_head:
             print("note: --previous-token-head does nothing without --attention-bias")
         if run.init_from is not None and last is None:
-            new, dropped = pretrained.load_weights(model, run.init_from)
-            print(f"weights: those of {run.init_from}")
-            for what, names in (("new", new), ("dropped", dropped)):
-                if names:
-                    print(f"  {len(names)} {what}: {', '.join(names)}")
-            before = load_config(run.init_from)
-            norms = (before.norm, before.norm_placement, model.config.norm)
-            if run.center_weights and norms == ("layer", "pre", "rms"):
-                print("  LayerNorm to RMSNorm: weights centered")
-                center_residual_writers(model)
+            load_parent(model, run)
     if last is not None:
         pretrained.load_weights(model, last)
     return model
+
+
+def lora_model(settings: Settings, dtype: torch.dtype) -> Decoder:
+    """The model of --init-from, frozen, with a new adapter."""
+    run = settings.run
+    with reading(run.init_from, "the adapter needs the model that its run was started from, at the same path"):
+        model = pretrained.load_pretrained(run.init_from, compute_dtype=dtype, cast=True)
+    if model.config != settings.model:
+        raise UserError("--lora leaves the model as it is; leave out --norm and other flags of its shape.")
+    print(f"weights: those of {run.init_from}, frozen; LoRA of rank {run.lora}")
+    alpha = run.lora_alpha or 2 * run.lora
+    add_lora(model, {"r": run.lora, "lora_alpha": alpha, "base_model_name_or_path": run.init_from}, run.seed)
+    return model
+
+
+def load_parent(model: Decoder, run: RunSettings) -> None:
+    """Load the weights of --init-from, converted from LayerNorm to RMSNorm if that is what the norms are."""
+    new, dropped = pretrained.load_weights(model, run.init_from)
+    print(f"weights: those of {run.init_from}")
+    for what, names in (("new", new), ("dropped", dropped)):
+        if names:
+            print(f"  {len(names)} {what}: {', '.join(names)}")
+    parent = load_config(run.init_from)
+    norms = (parent.norm, parent.norm_placement, model.config.norm)
+    if run.center_weights and norms == ("layer", "pre", "rms"):
+        print("  LayerNorm to RMSNorm: weights centered")
+        center_residual_writers(model)
 
 
 def prepare_training(

@@ -6,7 +6,6 @@ The type of a field is also the range of its values. Imports no torch.
 
 import argparse
 import dataclasses
-import itertools
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -112,10 +111,12 @@ class Settings:
             flags.check_fields(table)
         if not data.data:
             raise UserError("--data needs a file, a folder or another text.")
-        needs = {"--lora RANK": run.lora, "--init-from MODEL": run.init_from, "no --freeze": not run.freeze}
-        needs["--optimizer adamw"] = self.optimizer.optimizer == "adamw"  # the default with --init-from
-        if (run.lora or run.lora_alpha) and not all(needs.values()):
-            raise UserError(f"LoRA needs {next(name for name, is_met in needs.items() if not is_met)}.")
+        if run.lora or run.lora_alpha:
+            needs = [("--lora RANK", run.lora), ("--init-from MODEL", run.init_from), ("no --freeze", not run.freeze)]
+            needs += [("--optimizer adamw", self.optimizer.optimizer == "adamw")]
+            for flag, is_met in needs:
+                if not is_met:
+                    raise UserError(f"LoRA needs {flag}.")
         length, context = data.sequence_length, model.max_position_embeddings
         first = data.first_sequence_length or length
         if length > context:
@@ -135,25 +136,35 @@ class Command:
 
 
 def parse(arguments: list[str], description: str) -> Command:
-    """Read the command line: first the few flags that decide the defaults of all others."""
-    if any(argument.partition("=")[0] == "--epochs" for argument in arguments):
-        raise UserError("--epochs is not a setting: training is measured in --steps, each of --batch-size sequences.")
-    if arguments and not arguments[0].startswith("-"):
-        raise UserError(f"{arguments[0]} is no flag; give a text with --data {arguments[0]}.")
+    """Read the command line in two passes, as a few flags name the file or model with the defaults of all others."""
     if "-h" in arguments or "--help" in arguments:
         print(description)
         sys.exit()
-    parser = argparse.ArgumentParser(usage="train.py [FLAGS]", add_help=False, allow_abbrev=False)
+    sources, others = find_sources(arguments)
+    given = {argument.partition("=")[0].replace("_", "-") for argument in others}
+    if "--epochs" in given:
+        raise UserError("--epochs is not a setting: training is measured in --steps, each of --batch-size sequences.")
+    if arguments and not arguments[0].startswith("-"):
+        raise UserError(f"{arguments[0]} is no flag; give a text with --data {arguments[0]}.")
+    others = ["--help" if argument == "--help-all" else argument for argument in others]
+    options = {"default": defaults(sources, given), "prog": "train.py", "config": (tyro.conf.OmitArgPrefixes,)}
+    command = flags.parse_flags(Command, args=others, **options)
+    if "--freeze" in given and not command.settings.run.freeze:
+        raise UserError("--freeze needs a value after it; --help-all says which.")
+    return command
+
+
+def find_sources(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The values of the flags that decide the defaults of all others, and the other arguments."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for names in (["--config"], ["--resume"], ["--init-from", "--init_from"], ["--norm"]):
-        parser.add_argument(*names)
-    for argument, value in itertools.pairwise([*arguments, "--"]):
-        if argument in ("--config", "--resume", "--init-from", "--norm", "--freeze") and value.startswith("--"):
-            values = f": one of {', '.join(NORMS)}" if argument == "--norm" else "; --help-all says which"
-            raise UserError(f"{argument} needs a value after it{values}.")
-    sources, rest = parser.parse_known_args(arguments)
-    default = defaults(sources, {argument.partition("=")[0].replace("_", "-") for argument in rest})
-    rest = ["--help" if argument == "--help-all" else argument for argument in rest]
-    return flags.parse_flags(Command, args=rest, default=default, prog="train.py", config=(tyro.conf.OmitArgPrefixes,))
+        parser.add_argument(*names, nargs="?", const="")
+    sources, others = parser.parse_known_args(arguments)
+    for name, value in vars(sources).items():
+        if value == "":
+            values = f": one of {', '.join(NORMS)}" if name == "norm" else "; --help-all says which"
+            raise UserError(f"--{name.replace('_', '-')} needs a value after it{values}.")
+    return sources, others
 
 
 def defaults(sources: argparse.Namespace, given: set[str]) -> Command:
