@@ -74,7 +74,7 @@ def test_a_terminal_gets_no_control_characters_lines_that_end_between_words_and_
     terminal, text = io.StringIO(), "one long line of many words\nshort\nnext: python generate.py run"
     assert fit_terminal(text, terminal) == text
     terminal.isatty = lambda: True
-    assert fit_terminal(text, terminal) == text.replace(" many", "\n  many")
+    assert fit_terminal(text, terminal) == text.replace(" many", "\n  many").replace(" python", "\n  python")
     assert fit_terminal("\x1b[1mone\x1b[0m of the colours", terminal) == "\x1b[1mone\x1b[0m of the colours"
     assert fit_terminal("  | a text by the model, of 40 columns", terminal) == "  | a text by the model, of 40 columns"
     assert str(UserError("é ▁ a\nb\x1b[31m\x9b\ud800\t")) == r"é ▁ a\nb\x1b[31m\x9b\ud800\t"
