@@ -6,6 +6,7 @@ import difflib
 import functools
 import io
 import re
+import sys
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, get_args
 
@@ -50,6 +51,14 @@ def check_fields(table: object) -> None:
         object.__setattr__(table, field.name, value)  # it is frozen
 
 
+def check_dashes(arguments: Iterable[str]) -> None:
+    """`UserError` for a flag that begins with other dashes, as Chinese keyboards and text processors write them."""
+    for argument in arguments:
+        if re.fullmatch("[\u2013\u2014\uff0d]+[a-z][a-z-]+(=.*)?", argument):
+            flag = argument.strip("\u2013\u2014\uff0d")
+            raise UserError(f"{argument} begins with another dash; write two hyphens: --{flag}")
+
+
 def parse_flags(kind: Callable, **options: object) -> Any:
     """`tyro.cli`, with one line about a flag or value that it does not accept in place of its box, which looks so:
 
@@ -61,6 +70,7 @@ def parse_flags(kind: Callable, **options: object) -> Any:
     │         Norm of the layers.             │
     ╰─────────────────────────────────────────╯
     """
+    check_dashes(options.get("args", sys.argv[1:]))
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from checkpoints.families import load_config
 from checkpoints.pretrained import load_pretrained
 from errors import UserError, is_main_process
 from files import LOCK, locked
@@ -32,6 +33,8 @@ def run(command: Command) -> int:
                 if not (actions.dry_run or actions.prepare or actions.eval_only):
                     stopped_by = train(settings, Path(actions.resume or "runs"), resume=actions.resume is not None)
         elif actions.dry_run:
+            if settings.run.out is not None and Path(settings.run.out).exists():
+                print(f"note: {settings.run.out} exists; without --dry-run, give another --out")
             estimate(settings)
         elif actions.prepare:
             print(f"text: {prepare_corpus(settings).description}")
@@ -69,6 +72,10 @@ def evaluate_checkpoint(settings: Settings) -> None:
     data, directory = settings.data, settings.run.init_from
     if directory is None:
         raise UserError("--eval-only needs --init-from: the run folder, checkpoint directory or Hub id to evaluate.")
+    model_as_it_is = vars(load_config(directory))
+    changed = [name for name, value in vars(settings.model).items() if value != model_as_it_is[name]]
+    if changed:
+        raise UserError(f"--eval-only takes the model as it is; leave out --{changed[0].replace('_', '-')}.")
     device, dtype = choose_machine(settings.machine)
     corpus = prepare_corpus(settings)
     model = load_pretrained(directory, device=device, compute_dtype=dtype)

@@ -85,7 +85,8 @@ def report_end(session: Session) -> None:
             pretrained.load_weights(session.model, best)
         print(samples(session, prompts))
     if state.best_validation_loss > math.log(session.model.config.vocab_size):
-        print("note: it predicts this text worse than chance; give more text, more --steps or a smaller --vocab-size")
+        fix = "a smaller --vocab-size" if session.settings.run.init_from is None else "a larger --learning-rate"
+        print(f"note: it predicts this text worse than chance; give more text, more --steps or {fix}")
     if corpus.chat or corpus.has_long_tokens:
         print(f"text hash {corpus.text_hash}")
     else:

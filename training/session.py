@@ -1,6 +1,7 @@
 """Everything a run needs before its first step: device, text, model, optimizer, and the state to resume from."""
 
 import dataclasses
+import hashlib
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +12,12 @@ from torch import nn
 import kernels
 from checkpoints import pretrained
 from checkpoints.families import load_config
+from checkpoints.weights import find_weight_files
 from data.batches import Batch
 from data.conversations import Conversations
 from data.corpus import Corpus, prepare
 from data.settings import DataSettings
+from data.tokenizer import load_tokenizer
 from data.tokens import counted
 from errors import UserError, reading
 from model.decoder import Decoder, attend_to_previous_token, center_residual_writers
@@ -155,6 +158,9 @@ def open_text(settings: Settings, last: Path | None) -> tuple[Settings, Text]:
     tokens = corpus.count_sequences(data) * data.sequence_length
     read = epochs(steps * data.batch_size * data.sequence_length, tokens)
     print(f"text: {corpus.description}\n  {counted(steps, 'step')}: {read}")
+    is_new_to_chats = last is None and corpus.chat and load_tokenizer(settings.run.init_from).chat_template is None
+    if is_new_to_chats and settings.optimizer.learning_rate < 3e-4:
+        print("note: the model has not seen the tokens of the roles; --learning-rate 1e-3 teaches them faster")
     if last is None and settings.run.init_from is None and data.tokenizer is None:
         model = dataclasses.replace(settings.model, vocab_size=corpus.tokenizer.vocab_size)
         settings = dataclasses.replace(settings, model=model)
@@ -244,7 +250,23 @@ def fixed_settings(settings: Settings) -> dict[str, object]:
     values = vars(settings.run) | vars(settings.data) | vars(settings.optimizer)
     names = ["optimizer", "lora", "lora_alpha", "seed", "tokenizer", "validation_fraction", "validation_salt"]
     names += ["sequence_length", "document_mask"]
-    return {name: values[name] for name in names} | vars(settings.model)
+    fixed = {name: values[name] for name in names} | vars(settings.model)
+    if (
+        settings.run.lora is not None and Path(settings.run.init_from).is_dir()
+    ):  # on other weights an adapter means nothing
+        fixed["base"] = weights_digest(Path(settings.run.init_from))
+    return fixed
+
+
+def weights_digest(directory: Path) -> str:
+    """A hash of the beginning and the end of each weight file: training changes all of them."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in find_weight_files(directory):
+        with reading(path), path.open("rb") as file:
+            digest.update(file.read(1 << 16))
+            file.seek(max(0, path.stat().st_size - (1 << 16)))
+            digest.update(file.read())
+    return digest.hexdigest()
 
 
 def check_unchanged(settings: Settings, run_dir: Path, state: State, text_hash: str) -> None:

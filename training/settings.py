@@ -137,6 +137,7 @@ class Command:
 
 def parse(arguments: list[str], description: str) -> Command:
     """Read the command line in two passes, as a few flags name the file or model with the defaults of all others."""
+    flags.check_dashes(arguments)
     if "-h" in arguments or "--help" in arguments:
         print(description)
         sys.exit()
@@ -145,7 +146,8 @@ def parse(arguments: list[str], description: str) -> Command:
     if "--epochs" in given:
         raise UserError("--epochs is not a setting: training is measured in --steps, each of --batch-size sequences.")
     if arguments and not arguments[0].startswith("-"):
-        raise UserError(f"{arguments[0]} is no flag; give a text with --data {arguments[0]}.")
+        flag = "--data" if not (Path(arguments[0]) / "last").exists() else "--init-from (or --resume)"
+        raise UserError(f"{arguments[0]} is no flag; write {flag} {arguments[0]}.")
     others = ["--help" if argument == "--help-all" else argument for argument in others]
     options = {"default": defaults(sources, given), "prog": "train.py", "config": (tyro.conf.OmitArgPrefixes,)}
     command = flags.parse_flags(Command, args=others, **options)

@@ -1,12 +1,14 @@
 """Runs that start from the weights of a checkpoint: what they keep and print; and with --lora, what is learned."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import generate
 from checkpoints.families import load_config
@@ -147,6 +149,13 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(start, tmp_path, dtyp
     assert_parts_equal_a_run(tmp_path, (1, 7, 12), *start)
     with pytest.raises(UserError, match="cannot be resumed: lora: 4 -> 2"):
         resume(tmp_path / "run", "--steps", "20", "--lora", "2")
+    base = shutil.copytree(Path(load_settings(tmp_path / "run" / "settings.toml").run.init_from), tmp_path / "base")
+    settings = tmp_path / "run" / "settings.toml"
+    settings.write_text(re.sub("init_from = .*", f'init_from = "{base}"', settings.read_text()))
+    weights = load_file(base / "model.safetensors")
+    save_file({name: tensor + 0.01 for name, tensor in weights.items()}, base / "model.safetensors")
+    with pytest.raises(UserError, match="cannot be resumed: base: .* -> "):
+        resume(tmp_path / "run", "--steps", "20")
 
 
 @pytest.fixture
