@@ -154,7 +154,7 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(start, tmp_path, dtyp
     settings.write_text(re.sub("init_from = .*", f'init_from = "{base}"', settings.read_text()))
     weights = load_file(base / "model.safetensors")
     save_file({name: tensor + 0.01 for name, tensor in weights.items()}, base / "model.safetensors")
-    with pytest.raises(UserError, match="cannot be resumed: base: .* -> "):
+    with pytest.raises(UserError, match=r"cannot be resumed: base: .* -> "):
         resume(tmp_path / "run", "--steps", "20")
 
 
