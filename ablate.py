@@ -107,7 +107,9 @@ def starting_plan(command: Command, judging: bool) -> Plan:
         if "=" not in text:
             raise UserError(f"--vary {text} has no values; write --vary {text}=V,V.")
         if command.plan_file and not Path(command.plan_file).exists() and not (STUDIES / command.plan_file).exists():
-            raise UserError(f"{command.plan_file} is no plan; join values by commas: --vary {text.rstrip(',')},{command.plan_file}")
+            raise UserError(
+                f"{command.plan_file} is no plan; join values by commas: --vary {text.rstrip(',')},{command.plan_file}"
+            )
     a, b = command.a, command.b
     if command.campaign and b is not None:
         from ablation.judge import load_campaign  # imports matplotlib

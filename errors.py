@@ -118,8 +118,9 @@ def exit_on_user_error() -> Iterator[None]:
             yield
         finally:
             print(end="", flush=True)  # not at the exit of the interpreter, where a full disk would be a traceback
-    except SystemExit as error:  # such as after a wrong flag
-        wait_for_main_process(error.code)
+    except SystemExit as error:
+        if error.code:  # such as that of a signal
+            end("", error.code)
         raise
     except BrokenPipeError:  # nobody wants the rest
         end("", 141)
@@ -138,7 +139,8 @@ def exit_on_user_error() -> Iterator[None]:
 
 def end(message: str, status: int) -> NoReturn:
     """Print the message to standard error and exit."""
-    wait_for_main_process(status)
+    if not is_main_process():  # the main one prints its error first: when another process ends, all are stopped
+        time.sleep(3)
     for stream, text in ((sys.stdout, ""), (sys.stderr, message and fit_terminal(message, sys.stderr) + "\n")):
         try:
             print(text, end="", file=stream, flush=True)
@@ -157,9 +159,3 @@ def interrupt(_: int, frame: FrameType | None) -> None:
             os._exit(130)
         frame = frame.f_back
     raise KeyboardInterrupt
-
-
-def wait_for_main_process(status: int) -> None:
-    """Let the main process print its error first: when another process ends, all are stopped."""
-    if status and not is_main_process():
-        time.sleep(3)
