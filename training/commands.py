@@ -29,9 +29,10 @@ def run(command: Command) -> int:
     stopped_by = 0
     with explain_out_of_memory(f"too little memory; {LESS_MEMORY}."), explain_lost_process():
         if not is_main_process():
-            with contextlib.redirect_stdout(None):
-                if not (actions.dry_run or actions.prepare or actions.eval_only):
-                    stopped_by = train(settings, Path(actions.resume or "runs"), resume=actions.resume is not None)
+            if not (actions.dry_run or actions.prepare or actions.eval_only):
+                folder = Path(actions.resume or "unused")  # a new run is in the folder that the main process makes
+                with contextlib.redirect_stdout(None):
+                    stopped_by = train(settings, folder, resume=actions.resume is not None)
         elif actions.dry_run:
             if settings.run.out is not None and Path(settings.run.out).exists():
                 print(f"note: {settings.run.out} exists; without --dry-run, give another --out")

@@ -129,20 +129,20 @@ def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -
     forward, optimizer, scaler = prepare_training(model, settings, device, ALONE)
     note(f"measuring {STEPS} steps, or fewer once they took {MAX_SECONDS} seconds ...")
     batch = torch.randint(settings.model.vocab_size, (2, sequences, data.sequence_length))
-    counts = [1, 2] if sequences < data.batch_size else [1]  # micro-batches of a measured step
-    fastest = dict.fromkeys(counts, math.inf)
+    several = sequences < data.batch_size  # micro-batches in a step: then one and two of them are measured
+    fastest = {1: math.inf, 2: math.inf}  # seconds of a step, by its number of micro-batches
     measured = 0
     began = time.perf_counter()
     train_step(forward, [tuple(batch)], optimizer, scaler, clip, ALONE, device)  # the first step takes longer
     while measured == 0 or (measured < STEPS and time.perf_counter() - began < MAX_SECONDS):
-        for count in counts:
+        for count in (1, 2) if several else (1,):
             start = time.perf_counter()
             train_step(forward, [tuple(batch)] * count, optimizer, scaler, clip, ALONE, device)
             fastest[count] = min(fastest[count], time.perf_counter() - start)
         measured += 1
-    # t1, t2: fastest step with one and with two micro-batches. A step of n takes t1 + (n - 1) (t2 - t1).
-    one_pass = fastest[counts[-1]] - fastest[1]
-    step = fastest[1] + (data.batch_size / sequences - 1) * one_pass
+    step = fastest[1]
+    if several:  # each micro-batch after the first takes as much longer as the second
+        step += (data.batch_size / sequences - 1) * (fastest[2] - fastest[1])
     how = f"{step:,.2f} s a step, the fastest of {measured} at a batch size of {sequences}"
     print(f"time      {format_time(step * settings.optimizer.steps)} on {device_name(device)}: {how}")
     return step * settings.optimizer.steps
