@@ -34,7 +34,7 @@ from errors import UserError, reading
 from files import replacing
 
 SHOWN_LINES = 20
-VERSION = 4  # version of the files; raised when the same conversations and tokenizer would give other rows
+VERSION = 5  # version of the files; raised when the same conversations and tokenizer would give other rows
 
 
 @dataclass(frozen=True)

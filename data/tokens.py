@@ -29,7 +29,7 @@ from data.tokenizer import Tokenizer
 from errors import UserError
 from files import replacing
 
-VERSION = 6  # raised when the same text and tokenizer would give other files
+VERSION = 7  # raised when the same text and tokenizer would give other files
 UNIT_BYTES = 64_000_000
 GROUP = 4_000_000  # characters that are encoded together, on all cores
 DOCUMENT = np.dtype([("hash", "<u8"), ("bytes", "<u8"), ("tokens", "<u8")])

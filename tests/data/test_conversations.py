@@ -86,7 +86,12 @@ def test_without_generation_blocks_answers_are_the_spans_that_were_marked_by_han
         spans, own = [], [("<s>", False)]
         for message in messages:
             role, text, is_answer = message["role"], message["content"], message["role"] == "assistant"
-            spans += [(f"<|im_start|>{role}\n", False), (qwen.encode(text), is_answer), ("<|im_end|>\n", is_answer)]
+            spans += [
+                (f"<|im_start|>{role}\n", False),
+                (qwen.encode(text), is_answer),
+                ("<|im_end|>", is_answer),
+                ("\n", False),
+            ]
             own += [(f"<|{role}|>", False), (ours.encode(text), is_answer), ("<|end|>", is_answer)]
         assert encode(ChatFormat(qwen), messages) == hand_marked(qwen, spans)
         for tokenizer in (add_chat_template(ours), without_generation(ours)):
