@@ -81,6 +81,8 @@ def parse_flags(kind: Callable, **options: object) -> Any:
     _title, *lines = COLOURS.sub("", box.getvalue()).splitlines()
     text = " ".join(line.strip("│ ") for line in lines if not line.startswith("│         "))  # without help of flags
     reason = text.partition(" ──")[0].rstrip(".")
+    reason = re.sub("^Missing value for argument '(.*)'.*", r"\1 needs a value after it", reason)
+    reason = re.sub("^Error parsing (.*): invalid literal .*: ('.*')", r"\1 is \2, no whole number", reason)
     similar = re.search("Perhaps you meant: (--[a-z0-9-]+)", text)
     raise UserError(f"{reason}; see --help.{f' Did you mean {similar[1]}?' if similar else ''}")
 

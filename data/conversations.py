@@ -11,7 +11,6 @@ import bisect
 import contextlib
 import itertools
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from data.sources import TextFile
 from data.split import VALIDATION, split_documents
 from data.tokenizer import Tokenizer
 from data.tokens import DOCUMENT, content_hash, counted, digest
-from errors import UserError, reading
+from errors import UserError, log, reading
 from files import replacing
 
 SHOWN_LINES = 20
@@ -177,7 +176,7 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, row_length
         elif conversation.learned[1:].any():
             conversations[key] = conversation
     for remark, where in sources.items():
-        print(f"{remark}: {len(where):,} (the first: {where[0]})", file=sys.stderr)
+        log(f"{remark}: {len(where):,} (the first: {where[0]})")
     return conversations
 
 

@@ -76,7 +76,8 @@ ablate --a norm=rms --b qk_norm=true, -> qk_norm=true, ends with a comma; spaces
 ablate --a x=1 y=2 -> y=2 stands alone; settings of one flag are one text in quotes
 ablate --vary freeze=,norms -> --freeze norms matches no parameter
 train --norms rms -> Unrecognized options: --norms, rms; see --help. Did you mean --norm\?
-train --steps abc -> Error parsing --steps: invalid literal for int.. with base 10: 'abc'; see --help
+train --steps abc -> --steps is 'abc', no whole number; see --help
+train --steps -> --steps needs a value after it; see --help
 train --dtype RMS -> invalid choice 'RMS' for argument '--dtype'. Expected one of .*; see --help
 train --norm RMS -> norm is 'RMS': Expected rms, layer, .* Did you mean rms\?
 generate RUN --prompt a --temprature 1 -> Unrecognized options: .* Did you mean --temperature\?
