@@ -163,8 +163,8 @@ def assignments(text: str) -> dict[str, str]:
         name, equals, value = assignment.partition("=")
         if not equals:
             raise UserError(f"{assignment} must be SETTING=VALUE; several are one text in quotes.")
-        if value.endswith(","):
-            raise UserError(f"{assignment} ends with a comma; spaces separate settings, commas alone values of --vary.")
+        if "=" in value or value.endswith(","):
+            raise UserError(f"{assignment}: a space separates settings (--vary again for each), a comma values.")
         if name in values:
             raise UserError(f"{name} is given twice; --vary takes all values of a setting at once: {name}=V,V,V.")
         values[name] = value

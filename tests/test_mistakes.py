@@ -72,7 +72,8 @@ ablate --vary norm=rms -> a comparison needs two arms or more
 ablate --seed 5 -> Unrecognized options: --seed, 5; see --help. Did you mean --first-seed\?
 ablate --vary norm=layer, rms -> rms is no plan; join values by commas: --vary norm=layer,rms
 ablate --vary weight_decay 0.1 -> --vary weight_decay has no values; write --vary weight_decay=V,V
-ablate --a norm=rms --b qk_norm=true, -> qk_norm=true, ends with a comma; spaces separate
+ablate --a norm=rms --b qk_norm=true, -> qk_norm=true,: a space separates settings
+ablate --vary weight_decay=0.1,0.5,norm=layer,rms -> .*norm=layer,rms: a space separates settings .--vary again
 ablate --a x=1 y=2 -> y=2 stands alone; settings of one flag are one text in quotes
 ablate --vary freeze=,norms -> --freeze norms matches no parameter
 train --norms rms -> Unrecognized options: --norms, rms; see --help. Did you mean --norm\?
