@@ -130,7 +130,7 @@ def starting_plan(command: Command, judging: bool) -> Plan:
 
         campaign = load_campaign(command.campaign)
         if a is None:
-            a = campaign.baseline.removeprefix("default")
+            a = "" if campaign.baseline == "default" else campaign.baseline
             b = " ".join(f"{name}={value}" for name, value in (assignments(a) | assignments(b)).items())
         campaign.check_new(a or "default", b)
     arms = {text or "default": assignments(text) for text in (a, b) if text is not None}

@@ -37,8 +37,7 @@ def default_device() -> torch.device:
 def measure(makers: dict[str, Callable[[], Blocks]], turns: int) -> tuple[dict[str, dict], dict[str, str]]:
     """Seconds by program and section, and why a program cannot run. `makers` make the blocks of each program.
 
-    Item i of every list is from turn i. Before the first turn every block runs once, to compile
-    and to fill caches.
+    Item i of every list is from turn i. Before the first turn every block runs once, to compile and to fill caches.
     """
     programs = {}
     failures = {}

@@ -34,7 +34,7 @@ def run(command: Command) -> int:
                 with contextlib.redirect_stdout(None):
                     stopped_by = train(settings, folder, resume=actions.resume is not None)
         elif actions.dry_run:
-            if settings.run.out is not None and Path(settings.run.out).exists():
+            if actions.resume is None and settings.run.out is not None and Path(settings.run.out).exists():
                 print(f"note: {settings.run.out} exists; without --dry-run, give another --out")
             estimate(settings)
         elif actions.prepare:

@@ -251,10 +251,10 @@ def fixed_settings(settings: Settings) -> dict[str, object]:
     names = ["optimizer", "lora", "lora_alpha", "seed", "tokenizer", "validation_fraction", "validation_salt"]
     names += ["sequence_length", "document_mask"]
     fixed = {name: values[name] for name in names} | vars(settings.model)
-    if (
-        settings.run.lora is not None and Path(settings.run.init_from).is_dir()
-    ):  # on other weights an adapter means nothing
-        fixed["base"] = weights_digest(Path(settings.run.init_from))
+    if settings.run.lora is not None:  # an adapter means nothing on other weights
+        base = Path(settings.run.init_from)
+        if base.is_dir():  # else `lora_model` says that it is gone
+            fixed["base"] = weights_digest(base)
     return fixed
 
 

@@ -6,6 +6,7 @@ The type of a field is also the range of its values. Imports no torch.
 
 import argparse
 import dataclasses
+import itertools
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -148,6 +149,9 @@ def parse(arguments: list[str], description: str) -> Command:
     if arguments and not arguments[0].startswith("-"):
         flag = "--data" if not (Path(arguments[0]) / "last").exists() else "--init-from (or --resume)"
         raise UserError(f"{arguments[0]} is no flag; write {flag} {arguments[0]}.")
+    for flag, value in itertools.pairwise(others):
+        if flag in ("--eval-only", "--dry-run", "--prepare") and not value.startswith("-"):
+            raise UserError(f"{flag} takes no value; a run is named by --init-from {value}, a text by --data {value}.")
     others = ["--help" if argument == "--help-all" else argument for argument in others]
     options = {"default": defaults(sources, given), "prog": "train.py", "config": (tyro.conf.OmitArgPrefixes,)}
     command = flags.parse_flags(Command, args=others, **options)
