@@ -25,7 +25,7 @@ import tyro
 
 from ablation.plan import JUDGED_PAIRS, STUDIES, TYPES, Plan, base_settings, find_plan, load_plan
 from errors import UserError, end, fit_stdout, printable
-from files import locked, read_json
+from files import locked
 from flags import call_with_flags, optional, parse_flags
 
 DESCRIPTION = """Compare settings of train.py over paired seeds, with intervals and a verdict.
@@ -191,7 +191,8 @@ def run_comparison(command: Command, plan: Plan, folder: Path, level: float | No
 
 def run_judge(command: Command) -> int:
     """Judge an idea alone or in a campaign, or the ideas of a table of losses; returns the exit status."""
-    from ablation import judge, report, stats
+    from ablation import judge, stats
+    from ablation.records import read_verdict
 
     if not command.campaign and command.pairs:
         judge.judge_pairs(command.pairs, None)
@@ -208,8 +209,7 @@ def run_judge(command: Command) -> int:
         campaign.check_flags(run_flags(plan))
         status = run_comparison(command, plan, folder, campaign.level)
         if not status and not command.dry_run:
-            result = read_json(folder / report.JUDGE_RESULT)
-            campaign.add(*plan.all_arms, [*plan.phase_seeds["final"]], result, run_flags(plan))
+            campaign.add(read_verdict(folder), [*plan.phase_seeds["final"]], run_flags(plan))
         return status
 
 

@@ -14,8 +14,8 @@ from ablation.run import device_model, train_run
 EXCLUDED = [".git", ".cache", "runs", "tests", "docs", "studies", "speed"]  # what workers do not need
 
 
-def join(experiment, address: str) -> Callable[[Run, str], Future]:
-    """Make the GPUs, else CPUs, of a cluster's most frequent model the workers; returns the `start` of `execute`."""
+def join(address: str) -> tuple[str, list[str], Callable]:
+    """The most frequent model of GPU, else CPU, of a cluster; the node of each such device; and what starts a run."""
     root = str(Path(__file__).parent.parent)
     ray.init(address, runtime_env={"working_dir": root, "excludes": EXCLUDED}, log_to_driver=False)
     kind, torch_device = ("GPU", "cuda") if ray.cluster_resources().get("GPU") else ("CPU", "cpu")
@@ -28,11 +28,11 @@ def join(experiment, address: str) -> Callable[[Run, str], Future]:
     devices_by_node = {node["NodeID"]: int(node["Resources"].get(kind, 0)) for node in ray.nodes() if node["Alive"]}
     nodes = [*Counter(devices_by_node).elements()]
     models = {node: ray.get(on_node(device_model, node).remote(torch_device)) for node in {*nodes}}
-    experiment.device = Counter(models[node] for node in nodes).most_common(1)[0][0]
-    experiment.workers = [node for node in nodes if models[node] == experiment.device]
+    device = Counter(models[node] for node in nodes).most_common(1)[0][0]
+    workers = [node for node in nodes if models[node] == device]
+    threads = 1 if kind == "CPU" else None
 
-    def start(run: Run, node: str) -> Future:
-        arguments = experiment.plan, run, torch_device, 1 if kind == "CPU" else None, len(experiment.workers)
-        return on_node(train_run, node).remote(*arguments).future()
+    def start(experiment, run: Run, node: str) -> Future:
+        return on_node(train_run, node).remote(experiment.plan, run, torch_device, threads, len(workers)).future()
 
-    return start
+    return device, workers, start

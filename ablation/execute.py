@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import json
 import multiprocessing
 import multiprocessing.resource_tracker
 import os
@@ -24,11 +23,12 @@ import torch
 from tqdm import tqdm
 
 from ablation import report
-from ablation.judge import LOOKS, pairs_of_looks, result_of_look
+from ablation.judge import LOOKS, pairs_of_looks, verdict_at_look
 from ablation.plan import Plan, Run, arm_settings, load_plan, replace_settings, run_settings, save_plan
-from ablation.records import Row, append, append_rows, as_table, read_rows
+from ablation.records import VERDICT, Row, Verdict, append, append_rows, as_table, read_rows
 from ablation.run import commit, device_model, settings_hash, train_run
 from ablation.study import Study
+from checkpoints.find import find_checkpoint
 from errors import UserError, printable, usable_cores
 from files import locked, replace_text
 from model.decoder import Decoder
@@ -174,23 +174,26 @@ def start_process(experiment: Experiment, run: Run, torch_device: str) -> Future
     return future
 
 
-def train_until_verdict(experiment: Experiment, level: float, start: Callable[[Run, str], Future]) -> dict:
-    """`execute` the pairs of one look after another until one decides; print what looks before it say as JSON."""
+def train_until_verdict(experiment: Experiment, level: float, start: Callable[[Run, str], Future]) -> Verdict:
+    """`execute` the pairs of one look after another until one decides; print the verdicts of the looks before it."""
     plan = experiment.plan
     looks = pairs_of_looks(plan.seeds)
     for look, pairs in enumerate(looks, 1):
         experiment.plan = dataclasses.replace(plan, seeds=pairs)
         execute(experiment, start)
-        result = result_of_look(experiment.study, look, looks, level)
-        if result["verdict"] != "inconclusive" or result["pairs"] < pairs or look == len(looks):
+        verdict = verdict_at_look(experiment.study, look, looks, level)
+        if verdict.verdict != "inconclusive" or verdict.pairs < pairs or look == len(looks):
             break
-        print(json.dumps(result), flush=True)
+        print(verdict, flush=True)
     write_plan(experiment)  # with the pairs that there are
-    return result
+    replace_text(experiment.folder / VERDICT, f"{verdict}\n")
+    return verdict
 
 
-def estimate_runs(experiment: Experiment, torch_device: str) -> None:
+def estimate_runs(experiment: Experiment, torch_device: str, level: float | None) -> None:
     """Print what a run of the first arm needs, what differs of others, and the time of all runs that can start."""
+    if level is not None:
+        print(f"at most: a verdict after {', '.join(map(str, pairs_of_looks(experiment.plan.seeds)))} pairs ends it")
     torch.set_num_threads(experiment.threads or torch.get_num_threads())
     runs = Counter(run.arm for run in experiment.study.remaining)
     seconds = 0.0
@@ -207,38 +210,41 @@ def estimate_runs(experiment: Experiment, torch_device: str) -> None:
     print(f"all runs that can start: {runs.total()}, {len(experiment.workers)} at once, about {duration} of training")
 
 
-def compare(
-    plan: Plan, folder: Path, torch_device: str, jobs: int | None, ray: str | None, level: float | None, dry_run: bool
-) -> int:
-    """Train the runs that are missing, or with a level until a verdict, and report; returns the exit status."""
+def check_arms(plan: Plan, level: float | None) -> None:
+    """`UserError` for arms that cannot be trained, or with a level not be judged."""
     if level is not None and len(plan.all_arms) != 2:
         raise UserError(f"judge compares two arms, a baseline and another; here are {len(plan.all_arms)}.")
     if level is not None and plan.seeds < 2 * LOOKS:
         raise UserError(f"judge needs --seeds {2 * LOOKS} or more, not {plan.seeds}.")
     for arm in plan.all_arms.values():
         settings = arm_settings(plan, arm)
+        if settings.run.init_from is not None:
+            find_checkpoint(settings.run.init_from)
         with torch.device("meta"):  # no memory
             freeze_parameters(Decoder(settings.model), settings.run.freeze)
+
+
+def compare(
+    plan: Plan, folder: Path, torch_device: str, jobs: int | None, ray: str | None, level: float | None, dry_run: bool
+) -> int:
+    """Train the runs that are missing, or with a level until a verdict, and report; returns the exit status."""
+    check_arms(plan, level)
     with contextlib.nullcontext() if dry_run else locked(folder):
         experiment = load_experiment(plan, folder, torch_device, jobs)
         start = functools.partial(start_process, experiment)
         if ray is not None:
             from ablation import cluster
 
-            start = cluster.join(experiment, ray)
+            experiment.device, experiment.workers, start_on_node = cluster.join(ray)
+            start = functools.partial(start_on_node, experiment)
         print(report.plan_in_words(experiment.study, len(experiment.workers)), flush=True)
         if dry_run:
-            if level is not None:
-                looks = ", ".join(map(str, pairs_of_looks(plan.seeds)))
-                print(f"at most: a verdict after {looks} pairs ends it")
-            estimate_runs(experiment, torch_device)
+            estimate_runs(experiment, torch_device, level)
             return 0
         if level is not None:
-            result = json.dumps(train_until_verdict(experiment, level, start))
-            replace_text(folder / report.JUDGE_RESULT, f"{result}\n")
-            last_lines = [result]
+            last_lines = [train_until_verdict(experiment, level, start)]
         else:
-            (folder / report.JUDGE_RESULT).unlink(missing_ok=True)  # of fewer pairs
+            (folder / VERDICT).unlink(missing_ok=True)  # of fewer pairs
             write_plan(experiment)
             execute(experiment, start)
             last_lines = report.headline(experiment.study)

@@ -11,21 +11,19 @@ to 1 over all t (LOND: Javanmard and Montanari 2015, arXiv 1502.06197). Any numb
 verdicts, as long as this holds given all that happened before: so each has new seeds.
 """
 
+import dataclasses
 import functools
-import json
 import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-import msgspec
 import numpy as np
 import pandas as pd
 from scipy import optimize, special
 
-from ablation.records import append, read_lines
-from ablation.report import in_words, save_table, table
+from ablation.records import Verdict, append, read_lines
+from ablation.report import save_table, table
 from ablation.stats import SIGNIFICANCE, mean_effect, six_digits, standard_error
 from ablation.study import Study
 from errors import UserError, reading
@@ -61,58 +59,66 @@ def pairs_of_looks(maximum: int) -> list[int]:
     return [maximum * look // LOOKS for look in range(1, LOOKS + 1)]
 
 
-def decide(differences: np.ndarray, look: int, looks: list[int], level: float) -> dict:
-    """What the pairs of a look (from 1) say at a two-sided level; p: the smallest level at which they would decide."""
+def decide(differences: np.ndarray, look: int, looks: list[int], level: float) -> Verdict:
+    """The verdict on the pairs of a look (from 1) at a two-sided level."""
     n = len(differences)
     mean = differences.mean()
     share = look / len(looks)
     limit = boundary(level, len(looks)) / math.sqrt(share)  # of |z|
     reach = -special.stdtrit(n - 1, special.ndtr(-limit)) * standard_error(differences)
     z = -special.ndtri(max(mean_effect("", differences, "").p / 2, 1e-300))
-    p = crossing_probability(z * math.sqrt(share), len(looks))
-    verdict = "inconclusive" if abs(mean) <= reach else "keep" if mean < 0 else "discard"
-    decided = "not decided" if verdict == "inconclusive" else "decided"
-    p, mean, low, high = map(six_digits, (p, mean, mean - reach, mean + reach))
-    result = {"verdict": verdict, "reason": f"{decided} after {n} of at most {looks[-1]} pairs", "difference": mean}
-    return result | {"interval": [low, high], "p": p, "looks": looks[:look], "level": six_digits(level)}
+    if abs(mean) <= reach:
+        verdict, decided = "inconclusive", "not decided"
+    else:
+        verdict, decided = ("keep" if mean < 0 else "discard"), "decided"
+    return Verdict(
+        verdict=verdict,
+        reason=f"{decided} after {n} of at most {looks[-1]} pairs",
+        difference=six_digits(mean),
+        interval=(six_digits(mean - reach), six_digits(mean + reach)),
+        pairs=n,
+        looks=tuple(looks[:look]),
+        p=six_digits(crossing_probability(z * math.sqrt(share), len(looks))),
+        level=six_digits(level),
+    )
 
 
-def result_of_look(study: Study, look: int, looks: list[int], level: float) -> dict:
-    """What judge prints: `decide` on the final pairs, or why it cannot be asked."""
+def verdict_at_look(study: Study, look: int, looks: list[int], level: float) -> Verdict:
+    """What judge prints: `decide` on the final pairs, or why there is no test."""
     base, arm = study.plan.all_arms
     differences = np.array(study.comparisons[0].differences if study.comparisons else [])
     diverged = [name for name in (base, arm) if (study.rows_of("final", name).status == "diverged").any()]
-    result = {"verdict": "inconclusive", "reason": "runs did not complete, or the hours are used up"}
-    result |= {"difference": None, "interval": None, "p": 1.0, "looks": [], "level": six_digits(level), "steps": None}
+    steps = None
     if diverged == [arm]:
-        result |= {"verdict": "discard", "reason": f"{arm} diverged"}
+        verdict = Verdict(verdict="discard", reason=f"{arm} diverged", level=six_digits(level))
     elif len(differences) == looks[look - 1]:
-        result |= decide(differences, look, looks, level)
-        result["steps"] = study.in_steps(base, result["difference"], result["interval"])
-    hours = (study.rows.seconds / study.rows.workers).sum() / 3600
-    result |= {"a": base, "b": arm, "pairs": len(differences), "unit": study.unit}
-    return result | {"learning_rates": study.chosen_learning_rates, "hours": six_digits(hours)}
+        verdict = decide(differences, look, looks, level)
+        steps = study.in_steps(base, verdict.difference, verdict.interval)
+    else:
+        reason = "runs did not complete, or the hours are used up"
+        verdict = Verdict(verdict="inconclusive", reason=reason, pairs=len(differences), level=six_digits(level))
+    return dataclasses.replace(
+        verdict,
+        baseline=base,
+        idea=arm,
+        unit=study.unit,
+        steps=steps,
+        learning_rates=study.chosen_learning_rates,
+        hours=six_digits((study.rows.seconds / study.rows.workers).sum() / 3600),
+    )
 
 
 def lond_level(fdr: float, number: int, keeps: int) -> float:
     return fdr * 10 / ((number + 9) * (number + 10)) * (1 + keeps)
 
 
-@dataclass(frozen=True)
-class LedgerLine:
-    baseline: str  # settings of a, or "default"
-    idea: str  # settings of b
+@dataclass(frozen=True, kw_only=True)
+class LedgerLine(Verdict):
+    """A verdict in a campaign."""
+
     seeds: list[int]  # also those that an early verdict left unused
-    looks: list[int]  # pairs at each
-    p: float  # two-sided: the smallest level at which the last look would have decided
-    level: float  # two-sided
-    verdict: Literal["keep", "discard", "inconclusive"]
-    difference: float | None
-    interval: list[float] | None
-    steps: dict | None  # the difference as `Study.in_steps`
     fdr: float
     next_baseline: str
-    unit: str = ""  # of the difference; empty in older ledgers
     flags: str | None = None  # those of the runs; None with --pairs
 
 
@@ -157,22 +163,24 @@ class Campaign:
                 raise UserError(f"{rows.parent} has no verdict; repeat the command that began it, or delete it.")
         return folder
 
-    def add(self, baseline: str, idea: str, seeds: list[int], result: dict, flags: str | None = None) -> None:
-        """Append what judge said of an idea to the ledger, and write the report."""
-        following = idea if self.adopt and result["verdict"] == "keep" else baseline
-        own = {"baseline": baseline, "idea": idea, "seeds": seeds, "fdr": self.fdr, "next_baseline": following}
-        own["flags"] = flags
-        self.ledger.append(msgspec.convert(result | own, LedgerLine))
-        append(self.folder / LEDGER, vars(self.ledger[-1]))
+    def add(self, verdict: Verdict, seeds: list[int], flags: str | None = None) -> None:
+        """Append a verdict to the ledger, and write the report."""
+        is_adopted = self.adopt and verdict.verdict == "keep"
+        following = verdict.idea if is_adopted else verdict.baseline
+        line = LedgerLine(**vars(verdict), seeds=seeds, fdr=self.fdr, next_baseline=following, flags=flags)
+        self.ledger.append(line)
+        append(self.folder / LEDGER, dataclasses.asdict(line))
         self.write_report()
 
     def write_report(self) -> Path:
         """Write report.md, whose path is returned: the ideas in order, also as CSV and LaTeX; the level of the next."""
-        ideas = pd.DataFrame(self.ledger)
-        ideas = ideas.assign(low=ideas.interval.str[0], high=ideas.interval.str[1], worth=ideas.steps.map(in_words))
-        ideas["looks"] = ideas.looks.astype(str).str.strip("[]")
-        columns = ["idea", "baseline", "verdict", "unit", "difference", "low", "high", "worth", "looks", "p", "level"]
-        rows = ideas[columns].to_dict("records")
+        rows = []
+        for line in self.ledger:
+            low, high = line.interval or (None, None)
+            row = {"idea": line.idea, "baseline": line.baseline, "verdict": line.verdict, "unit": line.unit}
+            row |= {"difference": line.difference, "low": low, "high": high, "worth": line.steps and str(line.steps)}
+            row |= {"looks": ", ".join(map(str, line.looks)), "p": line.p, "level": line.level}
+            rows.append(row)
         save_table(self.folder / "ideas", rows)
         keeps = "; ".join(line.idea for line in self.ledger if line.verdict == "keep")
         text = f"Kept: {keeps or 'nothing'}. On average at most {self.fdr:.0%} of what is kept does nothing, if "
@@ -240,8 +248,9 @@ def judge_pairs(path: Path, campaign: Campaign | None) -> None:
             continue
         if np.ptp(pairs) < 1e-9 * abs(pairs).max():  # a test would be certain of it
             raise UserError(f"{path}: all differences of {idea} are equal; give the losses with more digits.")
-        result = decide(pairs.to_numpy(), 1, [len(seeds)], campaign.level if campaign else SIGNIFICANCE)
-        result |= {"steps": None, "idea": idea, "pairs": len(seeds), "unit": f"that of {path.name}"}
+        verdict = decide(pairs.to_numpy(), 1, [len(seeds)], campaign.level if campaign else SIGNIFICANCE)
+        baseline = campaign.baseline if campaign else ""
+        verdict = dataclasses.replace(verdict, baseline=baseline, idea=idea, unit=f"that of {path.name}")
         if campaign:
-            campaign.add(campaign.baseline, idea, seeds, result)
-        print(json.dumps(result), flush=True)
+            campaign.add(verdict, seeds)
+        print(verdict, flush=True)

@@ -1,9 +1,10 @@
 """What a run leaves behind: one flat row, a line of runs.jsonl; its machine and versions stand once in machine.toml.
-With plan.toml and changes.jsonl that is all that a study keeps: everything else is derived from it.
+With plan.toml, changes.jsonl and the verdict of judge that is all that a study keeps: the rest is derived from it.
 """
 
 import dataclasses
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -13,9 +14,10 @@ import tomli_w
 
 from ablation.plan import Run
 from errors import reading
-from files import read_toml, replace_text, replacing
+from files import read_json, read_toml, replace_text, replacing
 
-KEY = [field.name for field in dataclasses.fields(Run)]  # the columns that make a row that of one particular run
+VERDICT = "verdict.json"  # the file of judge's last verdict
+KEY = [column.name for column in dataclasses.fields(Run)]  # the columns that make a row that of one particular run
 MACHINE = ("device", "kernels", "dtype", "commit", "torch", "python", "threads", "workers", "text_hash")
 
 
@@ -27,7 +29,7 @@ class Row(Run):
     reason: str | None = None  # why it did not complete
     loss: float | None = None  # on the whole validation set after the last step, nats per token
     bits_per_byte: float | None = None
-    curve: list[tuple[int, float]] = dataclasses.field(default_factory=list)  # (step, nats per token), 12 along the run
+    curve: list[tuple[int, float]] = field(default_factory=list)  # (step, nats per token), 12 along the run
     seconds: float = 0.0  # time of training, without evaluations
     all_seconds: float = 0.0  # with set-up, evaluations and probes; 0 in older records
     mean_over_std: float | None = None  # |mean| / std of the residual stream, at the norms of the deeper half
@@ -47,11 +49,56 @@ class Row(Run):
     workers: int = 1  # runs that were made at once
 
 
+@dataclass(frozen=True)
+class Worth:
+    """A difference as a change of the baseline's steps, in percent: at least -50, at most 100."""
+
+    percent: float
+    low: float
+    high: float
+    source: Literal["length", "curve"]  # the slope of the loss is that of runs of other lengths, or along the runs
+
+    def __str__(self) -> str:
+        ends = {-50: "-50 or less", 100: "+100 or more"}
+        percent, low, high = (ends.get(value, f"{value:+.1f}") for value in (self.percent, self.low, self.high))
+        return f"{percent}% of the steps [{low}, {high}], by {self.source}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What judge says of an idea. As text: a line of JSON."""
+
+    baseline: str = ""  # the settings with which the idea is compared, or "default"
+    idea: str = ""  # its settings
+    verdict: Literal["keep", "discard", "inconclusive"]
+    reason: str = ""
+    difference: float | None = None  # loss of the idea minus that of the baseline, mean of the pairs
+    interval: tuple[float, float] | None = None  # at this level and look
+    unit: str = ""  # of the difference
+    steps: Worth | None = None  # the difference, in steps of the baseline
+    pairs: int = 0
+    looks: tuple[int, ...] = ()  # pairs at each look so far
+    p: float = 1.0  # two-sided: the smallest level at which the last look would have decided
+    level: float  # two-sided
+    learning_rates: dict[str, float] = field(default_factory=dict)  # by arm
+    hours: float | None = None  # that all runs took
+
+    def __str__(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+
+def read_verdict(folder: Path) -> Verdict | None:
+    """What judge said last in this folder, None if it was not asked."""
+    with reading(folder / VERDICT, "delete it"):
+        values = read_json(folder / VERDICT)
+        return msgspec.convert(values, Verdict) if values else None
+
+
 def as_table(rows: list[Row]) -> pd.DataFrame:
     """One row for each run, with the fields of `Row` as columns: of rows of the same run the last."""
-    fields = dataclasses.fields(Row)
-    numbers = [field.name for field in fields if field.type in (float, float | None)]
-    table = pd.DataFrame(rows, columns=[field.name for field in fields]).astype(dict.fromkeys(numbers, float))
+    columns = dataclasses.fields(Row)
+    numbers = [column.name for column in columns if column.type in (float, float | None)]
+    table = pd.DataFrame(rows, columns=[column.name for column in columns]).astype(dict.fromkeys(numbers, float))
     return table.drop_duplicates(KEY, keep="last", ignore_index=True)
 
 
@@ -81,7 +128,7 @@ def append_rows(folder: Path, *rows: Row) -> None:
     path = folder / "machine.toml"
     lines = []
     machines = read_toml(path) if path.is_file() else {}
-    defaults = {field.name: field.default for field in dataclasses.fields(Row)}
+    defaults = {column.name: column.default for column in dataclasses.fields(Row)}
     for row in rows:
         line = {name: value for name, value in vars(row).items() if value != defaults[name]}
         machine = {name: line.pop(name) for name in MACHINE if name in line}

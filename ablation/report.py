@@ -10,14 +10,13 @@ import pandas as pd
 
 from ablation import plots
 from ablation.plan import STUDIES, arm_settings
-from ablation.records import KEY, MACHINE, read_lines
+from ablation.records import KEY, MACHINE, read_lines, read_verdict
 from ablation.stats import MAX_PAIRS, MIN_PAIRS_FOR_EQUIVALENCE, SIGNIFICANCE, Comparison, Effect, holm
 from ablation.study import Study
-from files import read_json, replace_text, replacing
+from files import replace_text, replacing
 from model.count import num_norm_parameters, num_parameters
 
 MISSING = "-"
-JUDGE_RESULT = "verdict.json"  # what judge said last
 COLUMNS = """p (Holm): of a paired t-test over the seeds, adjusted for the number of comparisons (Holm 1979), as
 intervals are not. p of equivalence: of two one-sided t-tests against the margin, adjusted likewise. std of a pair: of
 the differences over the seeds. Worth: training the baseline that much longer changes its loss as much, by the slope of
@@ -91,15 +90,6 @@ def grid_effects(study: Study) -> list[tuple[Effect, float]]:
     return [*zip(study.effects, holm([effect.p for effect in study.effects]), strict=True)]
 
 
-def in_words(steps: dict | None) -> str | None:
-    """The result of `Study.in_steps` as text. Its values end at -50% and +100%."""
-    if steps is None:
-        return None
-    texts = {-50: "-50 or less", 100: "+100 or more"}
-    percent, low, high = (texts.get(steps[name], f"{steps[name]:+.1f}") for name in ("percent", "low", "high"))
-    return f"{percent}% of the steps [{low}, {high}], by {steps['source']}"
-
-
 def pairs_to_decide(c: Comparison) -> str | None:
     """The pairs that an inconclusive comparison would probably need, as text."""
     if c.verdict != "inconclusive":
@@ -164,9 +154,10 @@ def markdown_text(study: Study, rows: list[dict], folder: Path, drawn: Collectio
         ("Machines and versions", None, [table(machines.reset_index().to_dict("records"))]),
     ]
     lines = headline(study)
-    judged = read_json(folder / JUDGE_RESULT)
-    if judged:
-        lines.insert(0, f"judge: {judged['verdict']}, {judged['difference']} {judged['interval']}; {judged['reason']}")
+    judged = read_verdict(folder)
+    if judged is not None:
+        difference = "" if judged.interval is None else f", {judged.difference} {[*judged.interval]}"
+        lines.insert(0, f"judge: {judged.verdict}{difference}; {judged.reason}")
         lines.append("note: where judge stopped early, its interval is right, and those below are too narrow")
     text = f"# {study.plan.name}\n\n" + "\n".join(f"- {line}" for line in lines) + "\n"
     for title, picture, blocks in sections:
@@ -208,9 +199,9 @@ def equal_in_each_seed(rows: pd.DataFrame, column: str) -> bool:
 def comparison_row(study: Study, c: Comparison) -> dict:
     """A row of the table of comparisons."""
     by_holm = " after Holm" if c.verdict == "inconclusive" and c.effect.p < SIGNIFICANCE else ""
-    worth = in_words(study.in_steps(c.baseline, c.effect.estimate, c.effect.interval))
+    worth = study.in_steps(c.baseline, c.effect.estimate, c.effect.interval)
     row = {"arm": c.effect.name, "unit": study.unit, "mean": c.effect.estimate}
-    row |= {"low": c.effect.interval[0], "high": c.effect.interval[1], "worth": worth, "verdict": c.verdict + by_holm}
+    row |= {"low": c.effect.interval[0], "high": c.effect.interval[1], "worth": worth and str(worth), "verdict": c.verdict + by_holm}
     row |= {"p (Holm)": c.p_holm, "p of equivalence (Holm)": c.p_equivalence}
     return row | {"pairs": c.effect.n, "std of a pair": c.deviation, "it would take": pairs_to_decide(c)}
 

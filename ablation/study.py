@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 
 from ablation.plan import MAX_SEEDS, Plan, Run, arm_settings, load_plan
-from ablation.records import KEY, as_table, read_rows
+from ablation.records import KEY, Worth, as_table, read_rows
 from ablation.stats import Comparison, Effect, equivalence_p, final_pairs, holm, mean_effect, six_digits
 from errors import UserError
 
@@ -140,12 +140,12 @@ class Study:
             return None
         return mean_effect(name, losses @ np.array([*weights.values()]), self.unit)
 
-    def in_steps(self, baseline: str, difference: float, interval: Sequence[float]) -> dict | None:
-        """A difference in percent of the baseline's steps, by the slope of its loss over log(steps): of runs of other
-        lengths ("length") or along its own ("curve"). None without these, or where the loss rises.
+    def in_steps(self, baseline: str, difference: float, interval: Sequence[float]) -> Worth | None:
+        """What a difference is worth, by the slope of the baseline's loss over log(steps): of runs of other lengths, or
+        along its own. None without these, or where the loss rises.
         """
         base = self.plan.all_arms[baseline]
-        losses = {}
+        losses = {}  # by steps
         source = "length"
         for arm in self.plan.all_arms.values():
             loss = self.mean_loss(arm.name, {arm.name: 1.0})
@@ -162,7 +162,7 @@ class Study:
             return None
         logs = np.clip(np.array([difference, *interval]) / slope, -math.log(2), math.log(2))  # no further extrapolation
         percent, high, low = map(six_digits, 100 * np.expm1(logs))  # the slope is negative: the ends change places
-        return {"percent": percent, "low": low, "high": high, "source": source}
+        return Worth(percent, low, high, source)
 
     @property
     def spread(self) -> pd.DataFrame:

@@ -38,9 +38,9 @@ def test_a_verdict_is_reached_where_p_is_at_most_the_level_and_the_interval_excl
     for level, look in itertools.product([0.05, 0.018, 0.001], [1, 2, 3, 4, 5] * 4):
         differences = generator.normal(generator.normal(0, 1), 1, 4 * look)
         result = decide(differences, look, pairs_of_looks(20), level)
-        low, high = result["interval"]
+        low, high = result.interval
         word = "keep" if high < 0 else "discard" if low > 0 else "inconclusive"
-        assert result["verdict"] == word and (word != "inconclusive") == (result["p"] <= level)
+        assert result.verdict == word and (word != "inconclusive") == (result.p <= level)
 
 
 @pytest.mark.slow
@@ -61,7 +61,7 @@ def test_of_20_real_comparisons_of_an_arm_with_itself_one_is_kept_and_one_discar
         differences = (pairs.loss_again - pairs.loss).to_numpy()
         looks = pairs_of_looks(JUDGED_PAIRS)
         results = [decide(differences[: looks[look - 1]], look, looks, 0.05) for look in pairs.look.unique()]
-        verdicts = [result["verdict"] for result in results]
+        verdicts = [result.verdict for result in results]
         assert verdicts == pairs.verdict.dropna().tolist() and set(verdicts[:-1]) <= {"inconclusive"}
         said.append(verdicts[-1])
     assert Counter(said) == {"inconclusive": 18, "keep": 1, "discard": 1} and table.seed.is_unique
@@ -76,7 +76,7 @@ def judged_with(row, start_of, config, tmp_path, capsys):
         experiment = execute.Experiment(plan, tmp_path, ["cpu"], "CPU", 1, [])
         start = start_of(lambda run, device: row(run, loss(run)))
         last = execute.train_until_verdict(experiment, 0.05, start)
-        return [*map(json.loads, capsys.readouterr().out.splitlines()), json.loads(json.dumps(last))]
+        return [*map(json.loads, [*capsys.readouterr().out.splitlines(), str(last)])]
 
     return judge
 
@@ -87,7 +87,7 @@ def test_a_clear_difference_is_a_verdict_at_an_early_look_as_one_object(judged_w
         return 3 + (run.arm != "default") * (shift + 0.001 * math.sin(run.seed))
 
     *_, last = judged_with(loss)
-    assert (last["verdict"], last["a"], last["b"], last["pairs"]) == (word, "default", "qk_norm=true", 4)
+    assert (last["verdict"], last["baseline"], last["idea"], last["pairs"]) == (word, "default", "qk_norm=true", 4)
     assert last["difference"] == pytest.approx(shift, abs=0.001) and last["unit"] == "nats per token"
     assert last["interval"][0] < last["difference"] < last["interval"][1]
     assert last["learning_rates"] == {"default": 1e-3, "qk_norm=true": 1e-3}

@@ -1,7 +1,6 @@
 """What a report says follows from the records."""
 
 import dataclasses
-import json
 import math
 
 import pandas as pd
@@ -9,6 +8,7 @@ import pytest
 
 from ablation import report, study
 from ablation.plan import STUDIES, Plan
+from ablation.records import VERDICT, Verdict
 from ablation.study import Study
 
 PLAN = Plan(vary={"norm": ["layer", "rms"]}, seeds=6, rerun_seeds=3, learning_rates=(1e-3,))
@@ -66,8 +66,9 @@ def test_pairs_that_do_not_count_and_a_limit_that_was_reached_are_said(finish):
 
 
 def test_a_judged_folder_repeats_the_verdict_and_says_which_interval_is_right(finish, tmp_path):
-    verdict = {"verdict": "keep", "difference": -0.1, "interval": [-0.2, -0.05], "reason": "decided after 4 pairs"}
-    (tmp_path / report.JUDGE_RESULT).write_text(json.dumps(verdict), encoding="utf-8")
+    reason = "decided after 4 pairs"
+    verdict = Verdict(verdict="keep", difference=-0.1, interval=(-0.2, -0.05), reason=reason, level=0.05)
+    (tmp_path / VERDICT).write_text(str(verdict), encoding="utf-8")
     text = report.markdown_text(
         (judged := finish(PLAN, losses)), [report.comparison_row(judged, judged.comparisons[0])], tmp_path, ()
     )

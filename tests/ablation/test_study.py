@@ -8,7 +8,7 @@ import pytest
 
 from ablation import study as studies
 from ablation.plan import STUDIES, Plan, run_settings
-from ablation.records import as_table
+from ablation.records import Worth, as_table
 from ablation.stats import holm
 from ablation.study import Study
 
@@ -125,12 +125,12 @@ def test_a_difference_is_worth_the_steps_that_change_the_baseline_as_much(finish
     plan = Plan(vary={"norm": ["layer", "rms"], "steps": [600, 1200, 2400]}, seeds=3, rerun_seeds=0)
     by_length = finish(plan, loss).in_steps("layer, steps=1200", -0.005, [-0.006, -0.004])
     percents = [100 * math.expm1(difference / 0.5) for difference in (0.005, 0.004, 0.006)]
-    assert [by_length[name] for name in ("percent", "low", "high")] == pytest.approx(percents, rel=1e-3)
+    assert (by_length.percent, by_length.low, by_length.high) == pytest.approx(percents, rel=1e-3)
     plan = Plan(vary={"norm": ["layer", "rms"]}, seeds=3, steps=1200, rerun_seeds=0)
     points = [(step, 5 - 0.5 * math.log(step)) for step in range(100, 1300, 100)]
     by_curve = finish(plan, loss, curve=points).in_steps("layer", -0.005, [-9.0, 9.0])
-    assert by_curve == {"percent": pytest.approx(percents[0], rel=1e-3), "low": -50, "high": 100, "source": "curve"}
-    assert by_length["source"] == "length" and finish(plan, loss).in_steps("layer", -0.005, [0, 0]) is None
+    assert by_curve == Worth(pytest.approx(percents[0], rel=1e-3), -50, 100, "curve")
+    assert by_length.source == "length" and finish(plan, loss).in_steps("layer", -0.005, [0, 0]) is None
 
 
 def test_the_error_of_curves_is_that_of_the_documents():
@@ -138,5 +138,5 @@ def test_the_error_of_curves_is_that_of_the_documents():
     loaded = [studies.load(STUDIES / name) for name in lengths.values()]
     losses = [study.mean_loss("layer", {"layer": 1.0}).estimate for study in loaded]
     slope = np.polyfit(np.log([*lengths]), losses, 1)[0]
-    shares = [study.in_steps("layer", 0.001 * slope, [0, 0])["percent"] / 0.1 for study in loaded]
+    shares = [study.in_steps("layer", 0.001 * slope, [0, 0]).percent / 0.1 for study in loaded]
     assert shares == pytest.approx([0.78, 1.07, 1.16], abs=0.005)
