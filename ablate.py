@@ -15,6 +15,7 @@ if __name__ == "__main__":  # Ctrl-C and a missing package are one line in the s
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import re
 import shlex
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ RUNS_DEPEND_ON = ("config", "steps", "learning_rates", "perturbations")  # flags
 
 
 @dataclass(frozen=True)  # comments and docstrings of fields are the help of the flags
-class Command:
+class Comparison:
     plan_file: Annotated[str | None, optional("[PLAN]"), tyro.conf.Positional] = None
     """A TOML file, or a study in studies/, whose plan is run again; flags override what it says"""
     varied: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, optional("SETTING=V,V", name="vary")] = ()
@@ -49,16 +50,9 @@ class Command:
     a: Annotated[str | None, optional('"S=V ..."')] = None
     """Settings of the baseline, such as "norm=layer steps=600"; "" is the config as it is"""
     b: Annotated[str | None, optional('"S=V ..."')] = None  # Settings of what is compared with it; without those of --a
-    campaign: Annotated[Path | None, optional("FOLDER")] = None
-    """judge: the folder of many ideas. It gives the level, new seeds and, without --a, the baseline that --b changes"""
-    fdr: Annotated[float | None, optional("SHARE")] = None
-    """judge --campaign: the most, of what is kept, that may do nothing; fixed by the first idea (default: 0.1)"""
-    adopt: bool = False  # judge --campaign: if the idea is kept, it is the baseline of the next
-    pairs: Annotated[Path | None, optional("FILE")] = None
-    """judge: losses of any program, a CSV (or .jsonl) file with the columns idea, seed, arm (a or b) and loss"""
     quick: bool = False  # Three pairs of 300 steps at one learning rate: only large differences show
     out: Annotated[Path | None, optional("FOLDER")] = None
-    """Folder of the results (default: runs/ablation-NAME, or one in that of --campaign)"""
+    """Folder of the results (default: runs/ablation-NAME, or one in that of judge --campaign)"""
     device: str = "auto"  # auto (all GPUs, else MPS, else the cores of the CPU) or a torch device
     jobs: Annotated[int | None, optional("INT")] = None  # Runs at once; by default one for each GPU, or core of a CPU
     ray: Annotated[str | None, optional("ADDRESS")] = None  # Use a Ray cluster: auto, or the address of its head
@@ -69,83 +63,119 @@ class Command:
     def folder(self) -> Path:
         return self.out or Path("runs") / f"ablation-{self.plan.name}"
 
+    def default_plan(self) -> Plan:
+        """The plan that flags change: that of the file, of --vary, or of --a and --b; shorter with --quick."""
+        plan = starting_plan(self)
+        if not self.quick:
+            return plan
+        rates = plan.learning_rates[:1] or (base_settings(plan.config).optimizer.learning_rate,)
+        name = f"{plan.name}-quick"
+        return dataclasses.replace(plan, name=name, seeds=3, steps=300, rerun_seeds=0, learning_rates=rates)
 
-def parse(arguments: list[str], judging: bool = False) -> Command:
+
+@dataclass(frozen=True)
+class Campaign:
+    campaign: Annotated[Path | None, optional("FOLDER")] = None
+    """The folder of many ideas. It gives the level, new seeds and, without --a, the baseline that --b changes"""
+    fdr: Annotated[float | None, optional("SHARE")] = None
+    """With --campaign: the most, of what is kept, that may do nothing; fixed by the first idea (default: 0.1)"""
+    adopt: bool = False  # With --campaign: if the idea is kept, it is the baseline of the next
+    pairs: Annotated[Path | None, optional("FILE")] = None
+    """Losses of any program, a CSV (or .jsonl) file with the columns idea, seed, arm (a or b) and loss"""
+
+
+@dataclass(frozen=True)
+class Judge(Comparison, Campaign):  # in --help the flags of the last stand first
+    def default_plan(self) -> Plan:
+        """The plan of a verdict; `UserError` for flags that do not go together."""
+        if not self.campaign and (self.adopt or self.fdr is not None):
+            raise UserError("--fdr and --adopt belong to judge --campaign FOLDER.")
+        if self.campaign and self.b is None and not self.pairs:  # the ledger names an idea by its settings
+            raise UserError('--campaign judges an idea at a time: give it as --b "SETTING=VALUE", or as --pairs FILE.')
+        if self.campaign and self.out:
+            raise UserError("the results of an idea are in the folder of --campaign; leave out --out.")
+        command = self
+        if self.campaign and self.b is not None:
+            a, b = settings_of_idea(self.campaign, self.a, self.b)
+            command = dataclasses.replace(self, a=a, b=b)
+        plan = Comparison.default_plan(command)
+        if not (plan.arms or plan.vary or self.pairs):
+            raise UserError('judge needs --b "SETTING=VALUE" and, without --campaign, --a "...", or --pairs FILE.')
+        return dataclasses.replace(plan, seeds=plan.seeds or JUDGED_PAIRS, rerun_seeds=0)
+
+
+def parse(arguments: list[str], command_type: type[Comparison] = Comparison) -> Comparison:
     """The command line; read twice, since the plan that it names gives the defaults of the flags."""
+    check_words(arguments, command_type)
     options = {"description": DESCRIPTION, "prog": "ablate.py", "config": (tyro.conf.OmitArgPrefixes,)}
     without_help = [argument for argument in arguments if argument not in ("-h", "--help")]
-    first, unknown = parse_flags(Command, args=without_help, return_unknown_args=True, **options)
-    for argument in unknown:
-        name = argument.partition("=")[0][2:].replace("-", "_")
-        if name in TYPES and name != "learning_rate":  # for which there is --learning-rates
-            raise UserError(f"{argument} is a setting of train.py; --vary {name}=VALUE,VALUE compares values of it.")
-    if any(argument.startswith("--") for argument in unknown):
-        parse_flags(Command, args=without_help, **options)  # raises what is wrong
-    check_flags(first, judging)
-    plan = default_plan(first, judging)
-    command = parse_flags(Command, args=arguments, default=Command(plan=plan), **options)
-    if judging and not (plan.arms or plan.vary or command.pairs):
-        raise UserError('judge needs --b "SETTING=VALUE" and, without --campaign, --a "...", or --pairs FILE.')
-    others = [name for name in RUNS_DEPEND_ON if getattr(command.plan, name) != getattr(plan, name)]
-    suffix = "".join(f"-{name}-{getattr(command.plan, name)}" for name in others)
+    first, unknown = parse_flags(command_type, args=without_help, return_unknown_args=True, **options)
+    if any(word.startswith("--") for word in unknown):
+        parse_flags(command_type, args=without_help, **options)  # raises what is wrong
+    plan = first.default_plan()
+    command = parse_flags(command_type, args=arguments, default=command_type(plan=plan), **options)
+    suffix = ""
+    for name in RUNS_DEPEND_ON:
+        value = getattr(command.plan, name)
+        if value != getattr(plan, name):
+            suffix += f"-{name}-{value}"
     name = command.plan.name + re.sub(r"[^\w.]+", "-", suffix).rstrip("-")
     return dataclasses.replace(command, plan=dataclasses.replace(command.plan, name=name))
 
 
-def check_flags(command: Command, judging: bool) -> None:
-    """`UserError` for flags that do not go together."""
-    if not judging and (command.campaign or command.pairs):
-        raise UserError("--campaign and --pairs belong to judge.")
-    if not command.campaign and (command.adopt or command.fdr is not None):
-        raise UserError("--fdr and --adopt belong to judge --campaign FOLDER.")
-    if command.campaign and command.b is None and not command.pairs:  # the ledger names an idea by its settings
-        raise UserError('--campaign judges an idea at a time: give it as --b "SETTING=VALUE", or as --pairs FILE.')
-    if command.campaign and command.out:
-        raise UserError("the results of an idea are in the folder of --campaign; leave out --out.")
+def check_words(arguments: list[str], command_type: type[Comparison]) -> None:
+    """`UserError` for settings without their flag, and for flags of train.py and judge."""
+    judge_flags = {field.name for field in dataclasses.fields(Campaign)}
+    own = {field.name for kind in (Judge, Plan) for field in dataclasses.fields(kind)}
+    for before, word in itertools.pairwise(["", *arguments]):
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
+        if not word.startswith("-"):
+            if "=" in word and not before.startswith("-"):
+                raise UserError(f"{word} stands alone; settings of one flag are one text in quotes.")
+        elif name in TYPES.keys() - own - {"learning_rate"}:  # for which there is --learning-rates
+            raise UserError(f"{word} is a setting of train.py; --vary {name}=VALUE,VALUE compares values of it.")
+        elif name in judge_flags and command_type is not Judge:
+            raise UserError(f"{word} belongs to judge: python ablate.py judge {word} ...")
 
 
-def default_plan(command: Command, judging: bool) -> Plan:
-    """The plan before the flags that change it: `starting_plan` with what --quick and judge set."""
-    plan = starting_plan(command, judging)
-    if command.quick:
-        rate = plan.learning_rates[:1] or (base_settings(plan.config).optimizer.learning_rate,)
-        quick = {"name": f"{plan.name}-quick", "seeds": 3, "steps": 300, "rerun_seeds": 0, "learning_rates": rate}
-        plan = dataclasses.replace(plan, **quick)
-    return dataclasses.replace(plan, seeds=plan.seeds or JUDGED_PAIRS, rerun_seeds=0) if judging else plan
+def settings_of_idea(folder: Path, a: str | None, b: str) -> tuple[str, str]:
+    """--a and --b of a campaign's next idea: without --a its baseline, and what --b makes of it."""
+    from ablation.judge import load_campaign  # imports matplotlib
+
+    campaign = load_campaign(folder)
+    if a is None:
+        a = "" if campaign.baseline == "default" else campaign.baseline
+        b = " ".join(f"{name}={value}" for name, value in (assignments(a) | assignments(b)).items())
+    campaign.check_new(a or "default", b)
+    return a, b
 
 
-def starting_plan(command: Command, judging: bool) -> Plan:
+def starting_plan(command: Comparison) -> Plan:
     """The plan of the file, of --vary, or of --a and --b; with a name that tells it from others."""
-    if "=" in (command.plan_file or ""):
-        raise UserError(f"{command.plan_file} stands alone; settings of one flag are one text in quotes.")
     for text in command.varied:
         if "=" not in text:
             raise UserError(f"--vary {text} has no values; write --vary {text}=V,V.")
         if command.plan_file and not Path(command.plan_file).exists() and not (STUDIES / command.plan_file).exists():
             joined = f"{text.rstrip(',')},{command.plan_file}"
             raise UserError(f"{command.plan_file} is no plan; join values by commas: --vary {joined}")
-    a, b = command.a, command.b
-    if command.campaign and b is not None:
-        from ablation.judge import load_campaign  # imports matplotlib
-
-        campaign = load_campaign(command.campaign)
-        if a is None:
-            a = "" if campaign.baseline == "default" else campaign.baseline
-            b = " ".join(f"{name}={value}" for name, value in (assignments(a) | assignments(b)).items())
-        campaign.check_new(a or "default", b)
-    arms = {text or "default": assignments(text) for text in (a, b) if text is not None}
+    arms = {text or "default": assignments(text) for text in (command.a, command.b) if text is not None}
     if len(arms) == 1:
         raise UserError('--a and --b need each other, and differ; --a "" is the config as it is.')
     vary = {name: value.split(",") for name, value in assignments(" ".join(command.varied)).items()}
-    if not arms and not vary and (command.plan_file or not judging):
+    if not arms and not vary:
         return load_plan(find_plan(command.plan_file or "norms"))
-    plan = load_plan(find_plan(command.plan_file)) if command.plan_file else Plan(config=command.plan.config)
-    config = [plan.config] if not command.plan_file and plan.config != Plan.config else []
-    texts = (a, b, *command.varied, *config)
-    words = filter(None, (command.plan_file and plan.name, *texts))
-    text = re.sub(r"[^\w.]+", "-", " ".join(words)).strip("-")
-    flags_hash = hashlib.blake2b(repr((command.plan_file, *texts)).encode(), digest_size=3).hexdigest()
-    name = f"{text[:48]}-{flags_hash}"
+    if command.plan_file:
+        plan = load_plan(find_plan(command.plan_file))
+        words = [plan.name]
+    else:
+        plan = Plan(config=command.plan.config)
+        words = []
+    texts = [command.a, command.b, *command.varied]
+    if not command.plan_file and plan.config != Plan.config:
+        texts.append(plan.config)
+    text = re.sub(r"[^\w.]+", "-", " ".join(filter(None, words + texts))).strip("-")
+    texts_hash = hashlib.blake2b(repr((command.plan_file, *texts)).encode(), digest_size=3).hexdigest()
+    name = f"{text[:48]}-{texts_hash}"
     return dataclasses.replace(plan, name=name, arms=arms or plan.arms, vary=plan.vary | vary)
 
 
@@ -183,13 +213,14 @@ def write_report(folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(meta
     return 0
 
 
-def run_comparison(command: Command, plan: Plan, folder: Path, level: float | None = None) -> int:
+def compare(command: Comparison, folder: Path, level: float | None = None) -> int:
+    """Train what is missing of the plan, and report; with a level until a verdict. Returns the exit status."""
     from ablation import execute  # imports torch
 
-    return execute.compare(plan, folder, command.device, command.jobs, command.ray, level, command.dry_run)
+    return execute.compare(command.plan, folder, command.device, command.jobs, command.ray, level, command.dry_run)
 
 
-def run_judge(command: Command) -> int:
+def judge_idea(command: Judge) -> int:
     """Judge an idea alone or in a campaign, or the ideas of a table of losses; returns the exit status."""
     from ablation import judge, stats
     from ablation.records import read_verdict
@@ -198,16 +229,16 @@ def run_judge(command: Command) -> int:
         judge.judge_pairs(command.pairs, None)
         return 0
     if not command.campaign:
-        return run_comparison(command, command.plan, command.folder, stats.SIGNIFICANCE)
+        return compare(command, command.folder, stats.SIGNIFICANCE)
     with contextlib.nullcontext() if command.dry_run else locked(command.campaign):
         campaign = judge.load_campaign(command.campaign, command.fdr, command.adopt)
-        folder = campaign.idea_folder(command.plan.name)
-        plan = dataclasses.replace(command.plan, first_seed=campaign.first_seed)
         if command.pairs:
             judge.judge_pairs(command.pairs, campaign)
             return 0
+        folder = campaign.idea_folder(command.plan.name)
+        plan = dataclasses.replace(command.plan, first_seed=campaign.first_seed)
         campaign.check_flags(run_flags(plan))
-        status = run_comparison(command, plan, folder, campaign.level)
+        status = compare(dataclasses.replace(command, plan=plan), folder, campaign.level)
         if not status and not command.dry_run:
             campaign.add(read_verdict(folder), [*plan.phase_seeds["final"]], run_flags(plan))
         return status
@@ -216,12 +247,12 @@ def run_judge(command: Command) -> int:
 def main() -> int:
     """Do what the command line says; returns the exit status."""
     fit_stdout()
-    if sys.argv[1:2] == ["report"]:
+    subcommand = sys.argv[1] if len(sys.argv) > 1 else ""
+    if subcommand == "report":
         return call_with_flags(write_report, args=sys.argv[2:], prog="ablate.py report")
-    judging = sys.argv[1:2] == ["judge"]
-    command = parse(sys.argv[2 if judging else 1 :], judging)
+    command = parse(sys.argv[2:], Judge) if subcommand == "judge" else parse(sys.argv[1:])
     try:
-        return run_judge(command) if judging else run_comparison(command, command.plan, command.folder)
+        return judge_idea(command) if isinstance(command, Judge) else compare(command, command.folder)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the process has ended
         end(f"stopped; the same command resumes it: python {shlex.join(sys.argv)}", 130)

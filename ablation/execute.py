@@ -53,16 +53,11 @@ class Experiment:
         return Study(self.plan, as_table(self.rows))
 
     def add(self, run: Run, future: Future) -> None:
-        """Append the row of a run that has ended. One on another device or text than earlier runs has failed."""
-        texts = {row.text_hash for row in self.rows} - {""}
-        reason = None
+        """Append the row of a run that has ended."""
         try:
             row = future.result()
             row = dataclasses.replace(row, commit=row.commit or commit())  # a cluster gets the code without git
-            if row.device != self.device:
-                reason = f"it ran on {row.device}, and the others on {self.device}"
-            elif texts and row.text_hash not in texts:
-                reason = f"the text has hash {row.text_hash}, and that of the runs before is {texts.pop()}"
+            reason = self.difference_from_earlier(row)
         except BrokenProcessPool:
             reason = "its process was killed, perhaps for lack of memory"
         except Exception as error:
@@ -72,6 +67,15 @@ class Experiment:
             row = Row(**vars(run), status="failed", reason=reason)
         self.rows.append(row)
         append_rows(self.folder, row)
+
+    def difference_from_earlier(self, row: Row) -> str | None:
+        """Why a row cannot be compared with those before it, if it cannot."""
+        if row.device != self.device:
+            return f"it ran on {row.device}, and the others on {self.device}"
+        for earlier in self.rows:
+            if earlier.text_hash not in ("", row.text_hash):
+                return f"the text has hash {row.text_hash}, and that of the runs before is {earlier.text_hash}"
+        return None
 
 
 def local_workers(torch_device: str, jobs: int | None) -> list[str]:

@@ -26,7 +26,8 @@ MAX_SEEDS = 500  # final runs of an arm
 JUDGED_PAIRS = 20  # without --seeds, the most that `judge` trains
 EVALUATIONS = 12  # along a run
 SWEEP_FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # multiples of the config's learning rate that a sweep tries
-OF_A_RUN = ("seed", "out", "device", "evaluate_every")  # settings that no arm can have
+OF_A_RUN = ("seed", "out", "device", "evaluate_every", "cache", "sample_prompts", "timeout_minutes")  # of no arm
+OF_THE_TEXT = ("data", "text_field", "validation_fraction", "validation_salt")  # equal in all arms
 SETTINGS = [setting for table in dataclasses.fields(Settings) for setting in dataclasses.fields(table.type)]
 TYPES = {setting.name: setting.type for setting in SETTINGS if setting.name not in OF_A_RUN}  # names are unique
 
@@ -41,7 +42,7 @@ def read_value(name: str, value: object) -> Any:
 
 
 def label(name: str, value: object) -> str:
-    """A setting as a part of an arm's name: layer, attention_bias, no attention_bias, weight_decay=0.5."""
+    """A setting as a part of an arm's name: layer (such words stand alone), no attention_bias, weight_decay=0.5."""
     if isinstance(value, bool):
         return name if value else f"no {name}"
     if isinstance(value, tuple):
@@ -134,6 +135,9 @@ class Plan:
         for a, b in itertools.combinations(combined.values(), 2):
             if arm_settings(self, a) == arm_settings(self, b):
                 raise UserError(f"the arms {a.name} and {b.name} have the same settings.")
+        for setting in OF_THE_TEXT:
+            if len({self.value(arm, setting) for arm in combined.values()}) > 1:
+                raise UserError(f"arms that differ in {setting} have losses of different texts; compare one at a time.")
         return combined
 
     @functools.cached_property
@@ -148,7 +152,7 @@ class Plan:
                 needs_sweep.add("norm")
             rates = tuple(factor * default for factor in SWEEP_FACTORS) if needs_sweep else (default,)
         own = {name: arm.settings.get("learning_rate") for name, arm in self.all_arms.items()}
-        return {name: (rate,) if rate else rates for name, rate in own.items()}
+        return {name: rates if rate is None else (rate,) for name, rate in own.items()}
 
     @property
     def varied(self) -> list[str]:
@@ -158,15 +162,20 @@ class Plan:
 
     def value(self, arm: Arm, setting: str) -> Any:
         """What an arm has for a setting: its own value, or that of the config."""
-        tables = vars(base_settings(self.config)).values()
-        return arm.settings.get(setting, next(vars(table)[setting] for table in tables if setting in vars(table)))
+        values = arm.settings
+        for table in vars(base_settings(self.config)).values():
+            values = vars(table) | values
+        return values[setting]
 
     @property
     def phase_seeds(self) -> dict[str, range]:
         """The seeds of each phase; with a pilot, the final runs are as many of theirs as it asks for."""
-        pilot, final = (0, self.seeds) if self.seeds else (self.pilot_seeds, MAX_SEEDS)
-        first_and_count = {"sweep": (1001, self.sweep_seeds), "pilot": (2001, pilot), "final": (self.first_seed, final)}
-        return {phase: range(first, first + count) for phase, (first, count) in first_and_count.items()}
+        pilot_seeds, seeds = (0, self.seeds) if self.seeds else (self.pilot_seeds, MAX_SEEDS)
+        return {
+            "sweep": range(1001, 1001 + self.sweep_seeds),
+            "pilot": range(2001, 2001 + pilot_seeds),
+            "final": range(self.first_seed, self.first_seed + seeds),
+        }
 
 
 @dataclass(frozen=True)

@@ -111,8 +111,8 @@ def append(path: Path, *records: dict) -> None:
 
 def complete_lines(path: Path) -> list[bytes]:
     """The lines of a file of JSON, without a last one that was cut short; none if there is no file."""
-    *lines, last = path.read_bytes().split(b"\n") if path.is_file() else [b""]
-    return [*lines, last] if last.endswith(b"}") else lines
+    lines = path.read_bytes().split(b"\n") if path.is_file() else [b""]
+    return lines if lines[-1].endswith(b"}") else lines[:-1]  # a complete last line may lack its line break
 
 
 def read_lines(path: Path, line_type: type = dict) -> list:

@@ -173,23 +173,26 @@ def about(study: Study) -> str:
     plan = study.plan
     of_arms = [arm_settings(plan, arm) for arm in plan.all_arms.values()]
     steps = ", ".join(f"{steps:,}" for steps in {settings.optimizer.steps for settings in of_arms})
-    text = f"Final validation loss minus that of the baseline over paired seeds, {steps} steps: means and "
-    text += f"95% intervals. Differences within {plan.margin:g} {study.unit}, shaded in pictures, count as equivalent."
+    sentences = [
+        f"Final validation loss minus that of the baseline over paired seeds, {steps} steps: means and 95% intervals.",
+        f"Differences within {plan.margin:g} {study.unit}, shaded in pictures, count as equivalent.",
+    ]
     rates = {*study.chosen_learning_rates.values()}
     if not study.sweep_runs and len(rates) == 1:
-        text += f" All arms share the learning rate {rates.pop()}: none was chosen for each of them."
+        sentences.append(f"All arms share the learning rate {rates.pop()}: none was chosen for each of them.")
     if plan.seeds is None and study.pairs is not None:
         finished = f"{len(study.counted_seeds)} are finished, within {plan.hours:g} hours"
-        text += f" The pilot asked for {study.pairs} pairs; {finished}."
+        sentences.append(f"The pilot asked for {study.pairs} pairs; {finished}.")
     texts = "; ".join(dict.fromkeys(" ".join(settings.data.data) for settings in of_arms))
-    text += f" Config: {plan.config}; text: {texts}."
+    sentences.append(f"Config: {plan.config}; text: {texts}.")
     columns = {"batches": "batches_hash", "initial weights (but for the norms)": "weights_hash"}
-    equal = " and ".join(what for what, column in columns.items() if equal_in_each_seed(study.rows, column))
-    text += f" Runs of a seed had equal {equal}." if equal else ""
+    equal = [what for what, column in columns.items() if equal_in_each_seed(study.rows, column)]
+    if equal:
+        sentences.append(f"Runs of a seed had equal {' and '.join(equal)}.")
     fewest = min((c.effect.n for c in study.comparisons), default=MIN_PAIRS_FOR_EQUIVALENCE)
     if fewest < MIN_PAIRS_FOR_EQUIVALENCE:
-        text += f" {fewest} pairs cannot show equivalence, which takes {MIN_PAIRS_FOR_EQUIVALENCE}."
-    return text
+        sentences.append(f"{fewest} pairs cannot show equivalence, which takes {MIN_PAIRS_FOR_EQUIVALENCE}.")
+    return " ".join(sentences)
 
 
 def equal_in_each_seed(rows: pd.DataFrame, column: str) -> bool:
@@ -200,22 +203,37 @@ def comparison_row(study: Study, c: Comparison) -> dict:
     """A row of the table of comparisons."""
     by_holm = " after Holm" if c.verdict == "inconclusive" and c.effect.p < SIGNIFICANCE else ""
     worth = study.in_steps(c.baseline, c.effect.estimate, c.effect.interval)
-    row = {"arm": c.effect.name, "unit": study.unit, "mean": c.effect.estimate}
-    row |= {"low": c.effect.interval[0], "high": c.effect.interval[1], "worth": worth and str(worth), "verdict": c.verdict + by_holm}
-    row |= {"p (Holm)": c.p_holm, "p of equivalence (Holm)": c.p_equivalence}
-    return row | {"pairs": c.effect.n, "std of a pair": c.deviation, "it would take": pairs_to_decide(c)}
+    return {
+        "arm": c.effect.name,
+        "unit": study.unit,
+        "mean": c.effect.estimate,
+        "low": c.effect.interval[0],
+        "high": c.effect.interval[1],
+        "worth": worth and str(worth),
+        "verdict": c.verdict + by_holm,
+        "p (Holm)": c.p_holm,
+        "p of equivalence (Holm)": c.p_equivalence,
+        "pairs": c.effect.n,
+        "std of a pair": c.deviation,
+        "it would take": pairs_to_decide(c),
+    }
 
 
 def arm_row(study: Study, name: str) -> dict:
     rows = study.rows_of("final", name)
     config = arm_settings(study.plan, study.plan.all_arms[name]).model
-    row = {"arm": name, "learning rate": f"{study.chosen_learning_rates.get(name, math.nan):g}"}
-    row["completed"] = f"{(rows.status == 'completed').sum()} of {len(rows)}"
-    row[study.unit] = with_interval(study.mean_loss(name, {name: 1.0}), ".4f")
-    row["bits per byte"] = rows.bits_per_byte.mean(skipna=False)
-    row |= {"parameters": num_parameters(config), "in norms": num_norm_parameters(config)}
-    row["mean / std in the stream"] = rows.mean_over_std.mean()
-    return row | {"cosine with ones": rows.cosine_with_ones.mean()}
+    loss = with_interval(study.mean_loss(name, {name: 1.0}), ".4f")
+    return {
+        "arm": name,
+        "learning rate": f"{study.chosen_learning_rates.get(name, math.nan):g}",
+        "completed": f"{(rows.status == 'completed').sum()} of {len(rows)}",
+        study.unit: loss,
+        "bits per byte": rows.bits_per_byte.mean(skipna=False),
+        "parameters": num_parameters(config),
+        "in norms": num_norm_parameters(config),
+        "mean / std in the stream": rows.mean_over_std.mean(),
+        "cosine with ones": rows.cosine_with_ones.mean(),
+    }
 
 
 def with_interval(effect: Effect | None, form: str = "+.4f") -> str:

@@ -59,20 +59,30 @@ def make_row(session: Session, run: Run, hash_of_settings: str, workers: int, *,
         outcome = {"loss": final.loss, "bits_per_byte": final.bits_per_byte} | probe(session)
     except Diverged as error:
         outcome = {"status": "diverged", "reason": str(error).partition(";")[0]}
-    curve = [(step, loss) for step, loss in curve if math.isfinite(loss)]
-    outcome |= {"curve": curve, "seconds": session.state.seconds, "tokens": session.state.tokens}
     # For the hashes all batches are read again, and the initial model is made again: training keeps neither.
     batches = (array for step in range(session.state.step) for array in session.batch(step)[:2])
     with contextlib.redirect_stdout(None):
         initial = sorted(initial_model(session.settings, torch.float32).named_parameters())
     shared = ((name.encode(), weight.detach().numpy()) for name, weight in initial if not is_norm_parameter(name))
-    hashes = {"settings_hash": hash_of_settings, "text_hash": session.corpus.text_hash}
-    hashes |= {"batches_hash": digest(batches), "weights_hash": digest(itertools.chain.from_iterable(shared))}
-    threads = None if session.device.type == "cuda" else torch.get_num_threads()
-    machine = {"device": device_model(str(session.device)), "kernels": kernels.describe(session.device)}
-    machine |= {"dtype": session.settings.machine.dtype, "threads": threads, "workers": workers}
-    versions = {"commit": commit(), "torch": str(torch.__version__), "python": platform.python_version()}
-    return Row(**vars(run), **outcome, **hashes, **machine, **versions)
+    return Row(
+        **vars(run),
+        **outcome,
+        curve=[(step, loss) for step, loss in curve if math.isfinite(loss)],
+        seconds=session.state.seconds,
+        tokens=session.state.tokens,
+        settings_hash=hash_of_settings,
+        weights_hash=digest(itertools.chain.from_iterable(shared)),
+        batches_hash=digest(batches),
+        text_hash=session.corpus.text_hash,
+        device=device_model(str(session.device)),
+        kernels=kernels.describe(session.device),
+        dtype=session.settings.machine.dtype,
+        commit=commit(),
+        torch=str(torch.__version__),
+        python=platform.python_version(),
+        threads=None if session.device.type == "cuda" else torch.get_num_threads(),
+        workers=workers,
+    )
 
 
 def device_model(torch_device: str) -> str:

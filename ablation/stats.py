@@ -1,6 +1,5 @@
 """Means of paired differences, their intervals (95%), tests (at 5%) of difference and equivalence, and power."""
 
-import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,7 +69,7 @@ def pairs_needed(std: float, distance: float, alpha: float, power: float, minimu
     def reach(n: int) -> float:
         return (special.stdtrit(n - 1, 1 - alpha) + special.stdtrit(n - 1, power)) * std / np.sqrt(n)
 
-    return bisect.bisect_left(range(MAX_PAIRS), -distance, lo=minimum, key=lambda n: -reach(n))
+    return next((n for n in range(minimum, MAX_PAIRS) if reach(n) <= distance), MAX_PAIRS)
 
 
 def pairs_for_equivalence(std: float, margin: float, family_size: int) -> int:

@@ -96,7 +96,7 @@ class Study:
         return min(final_pairs([values for values in differences if len(values) > 1], self.plan.margin), MAX_SEEDS)
 
     @property
-    def asked_for(self) -> list[Run]:
+    def planned_runs(self) -> list[Run]:
         """Every run that the plan asks for, as far as that is decided, whatever its hours."""
         if self.missing(self.sweep_runs):
             return self.sweep_runs
@@ -108,13 +108,13 @@ class Study:
         return [*self.sweep_runs, *self.runs("pilot", seeds["pilot"]), *reruns, *final]
 
     @functools.cached_property
-    def wanted(self) -> list[Run]:
+    def runs_in_time(self) -> list[Run]:
         """The runs asked for whose seed fits into the hours of the plan."""
         hours = self.rows[["seconds", "all_seconds"]].max(axis=1) / self.rows.workers / 3600
         mean = hours[self.rows.status != "failed"].mean()
         end = hours.sum()
         wanted = []
-        for _, of_seed in itertools.groupby(self.asked_for, lambda run: (run.phase, run.seed)):
+        for _, of_seed in itertools.groupby(self.planned_runs, lambda run: (run.phase, run.seed)):
             runs = [*of_seed]
             missing = self.missing(runs)
             end += 0.0 if math.isnan(mean) else len(missing) * mean
@@ -124,12 +124,12 @@ class Study:
 
     @property
     def remaining(self) -> list[Run]:
-        return self.missing(self.wanted)
+        return self.missing(self.runs_in_time)
 
     @functools.cached_property
     def counted_seeds(self) -> set[int]:
         """The final seeds that count: none before all runs are there, since stopping at a good moment is a bias."""
-        final = [run for run in self.wanted if run.phase == "final"]
+        final = [run for run in self.runs_in_time if run.phase == "final"]
         return set() if self.pairs is None or self.missing(final) else {run.seed for run in final}
 
     def mean_loss(self, name: str, weights: dict[str, float]) -> Effect | None:

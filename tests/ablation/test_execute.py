@@ -58,7 +58,7 @@ def test_more_jobs_than_gpus_of_one_model_share_them(monkeypatch):
 def test_a_trained_comparison_has_a_row_for_each_run_and_is_never_repeated(trained):
     loaded = study.load(trained.folder)
     assert loaded.counted_seeds and not failed(trained) and {c.effect.n for c in loaded.comparisons} == {2}
-    assert len(read_rows(trained.folder)) == len(loaded.rows) == len(loaded.wanted)
+    assert len(read_rows(trained.folder)) == len(loaded.rows) == len(loaded.runs_in_time)
     again, made = load_experiment(trained.plan, trained.folder, "cpu", 1), []
     execute.execute(again, lambda run, device: made.append(run))
     assert not made
@@ -131,7 +131,7 @@ def test_rows_say_what_they_ran_on_once_for_all_of_a_machine_and_are_read_as_the
 
 
 def test_a_dry_run_prints_what_a_run_needs_and_what_differs_in_other_arms(experiment, capsys):
-    execute.estimate_runs(experiment, "cpu")
+    execute.estimate_runs(experiment, "cpu", None)
     first, other = capsys.readouterr().out.split("a run of ")[1:]
     assert first.startswith("layer:\ntext: ") and "training  1,536 tokens" in first
     assert other.startswith("rms:\nmodel ") and "training  " not in other
@@ -146,7 +146,7 @@ def test_a_run_on_another_text_or_device_has_failed(experiment, ended, start_of)
 
 
 def test_unfinished_seeds_of_another_device_are_made_again_and_finished_ones_kept(experiment, ended, start_of):
-    wanted = experiment.study.wanted
+    wanted = experiment.study.runs_in_time
     append_rows(experiment.folder, *(ended(run, device="GPU") for run in wanted[:3]))
     again = load_experiment(experiment.plan, experiment.folder, "cpu", 1)
     execute.execute(again, start_of(lambda run, device: ended(run)))

@@ -113,6 +113,8 @@ def test_a_change_whose_process_was_killed_is_not_discarded(judged_with):
 
 def test_what_cannot_be_judged_is_refused(tmp_path):
     three = {"a": {}, "b": {"qk_norm": True}, "c": {"norm": "layer"}}
-    for fields, words in (({"seeds": 8}, "--seeds 10 or more, not 8"), ({"arms": three}, "two arms, .* are 3")):
+    nowhere = {"default": {}, "other": {"init_from": "runs/nowhere"}}
+    refused = [({"seeds": 8}, "--seeds 10 or more, not 8"), ({"arms": three}, "two arms, .* are 3")]
+    for fields, words in (*refused, ({"arms": nowhere}, "runs/nowhere does not exist")):
         with pytest.raises(UserError, match=words):
             execute.compare(dataclasses.replace(PLAN, **fields), tmp_path, "cpu", 1, None, 0.05, False)

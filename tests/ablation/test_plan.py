@@ -103,6 +103,9 @@ def test_the_command_line_makes_plans():
         ablate.parse(["--a", "", "--b", ""])
     with pytest.raises(UserError, match="norm is given twice"):
         ablate.parse(["--a", "", "--b", "norm=rms norm=layer"])
+    for setting in ("data=a,b", "validation_fraction=0.1,0.2", "validation_salt=0,1", "text_field=a,b"):
+        with pytest.raises(UserError, match=f"differ in {setting.partition('=')[0]} have losses of different texts"):
+            _ = ablate.parse(["--vary", setting]).plan.all_arms
 
 
 def test_ideas_that_begin_alike_or_swap_their_arms_have_folders_of_their_own():

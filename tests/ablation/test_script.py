@@ -42,10 +42,10 @@ def test_ctrl_c_and_sigterm_end_it_in_one_line_and_the_same_command_resumes(conf
 
 @pytest.mark.slow
 def test_a_judge_ends_with_one_json_object_and_failed_runs_are_named_with_status_1(config, tmp_path):
-    arguments = ["--config", str(config), "--a", "", "--b", "data=/nowhere", "--out", str(tmp_path), "--seeds", "10"]
-    judging = start("judge", *arguments)
+    arms = ["--a", "", "--b", "tokenizer=/nowhere"]
+    judging = start("judge", *arms, "--config", str(config), "--out", str(tmp_path), "--seeds", "10")
     output, errors = judging.communicate(timeout=500)
     last = json.loads(output.splitlines()[-1])
     assert (last["verdict"], last["reason"]) == ("inconclusive", "runs did not complete, or the hours are used up")
-    assert judging.returncode == 1 and "failed: data=/nowhere, final seed 1, " in errors
+    assert judging.returncode == 1 and "failed: tokenizer=/nowhere, final seed 1, " in errors
     assert [row.status for row in read_rows(tmp_path)].count("failed") == 2

@@ -30,7 +30,7 @@ def study(finish) -> Study:
 
 def test_a_sweep_comes_first_then_reruns_and_final_pairs_at_its_best_learning_rates(study):
     empty = Study(PLAN, as_table([]))
-    assert {run.phase for run in empty.wanted} == {"sweep"} and len(empty.wanted) == 3 * 3 * 3
+    assert {run.phase for run in empty.runs_in_time} == {"sweep"} and len(empty.runs_in_time) == 3 * 3 * 3
     assert empty.comparisons == [] and not empty.counted_seeds and empty.chosen_learning_rates == {}
     assert study.chosen_learning_rates == dict.fromkeys(ARMS, 2e-2)
     assert study.counted_seeds == {1, 2, 3, 4, 5}
