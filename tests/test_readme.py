@@ -130,3 +130,12 @@ def test_the_block_runs_and_the_changed_weight_changes_the_losses(stories260k_di
     stream = namespace["decoder"].embed_tokens.weight[ids]
     assert inside.rms.shape == (11, len(ids)) and output.shape == (1, len(ids), 64) and stream.shape == output[0].shape
     assert capsys.readouterr().out.count("tensor(") == 2 and torch.isfinite(inside.losses).all()
+
+
+@pytest.mark.slow
+def test_the_block_of_the_notebook_measures_two_compressed_sizes(tmp_path, monkeypatch, capsys):
+    [block] = re.findall(r"^```python\n(.*?)^```", TEXTS[ROOT / "docs" / "lab" / "recipe.md"], re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(block, {})
+    alone, after_training_text = map(float, capsys.readouterr().out.split())
+    assert 1 < after_training_text < alone < 3
