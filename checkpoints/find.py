@@ -1,5 +1,6 @@
 """What a RUN argument means: its directory, an adapter's model, and what ends its texts. Imports no torch."""
 
+import difflib
 import operator
 import re
 from pathlib import Path
@@ -35,7 +36,7 @@ def find_checkpoint(path: Path | str) -> Path:
     if path.is_dir():
         check_format(path)
         problem = f"{path} has no"
-    raise UserError(f"{problem} config.json, best/ or last/.{newest_runs(path.parent)}")
+    raise UserError(f"{problem} config.json, best/ or last/.{newest_runs(path.parent, path.name)}")
 
 
 def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Path | None]:
@@ -108,9 +109,12 @@ def newest_run(folder: Path = RUNS) -> Path:
     return runs[0]
 
 
-def newest_runs(folder: Path = RUNS) -> str:
-    """A sentence for an error: the newest runs in `folder`, or else in runs/."""
+def newest_runs(folder: Path = RUNS, wanted: str = "") -> str:
+    """A sentence for an error: the run that is called almost as wanted, or the newest, in `folder` or else in runs/."""
     runs = runs_in(folder) or runs_in(RUNS)
+    close = difflib.get_close_matches(wanted, [run.name for run in runs], n=1)
+    if close:
+        return f" Did you mean {runs[0].parent / close[0]}?"
     return f" Newest runs: {', '.join(map(str, runs[:5]))}." if runs else ""
 
 

@@ -45,6 +45,8 @@ def test_the_newest_run_is_the_one_that_saved_a_checkpoint_last(tmp_path):
     newest = ", ".join(str(tmp_path / run) for run in "bca")
     with pytest.raises(UserError, match=f"does not exist; .* Newest runs: {newest}"):
         find_checkpoint(tmp_path / "d")
+    with pytest.raises(UserError, match=rf"does not exist; .* Did you mean {tmp_path / 'a'}\?"):
+        find_checkpoint(tmp_path / "aa")
 
 
 def test_eos_ids_are_those_of_the_tokenizer_and_of_generation_config_or_else_of_config(tmp_path):
