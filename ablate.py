@@ -38,6 +38,11 @@ python ablate.py judge --campaign FOLDER --b "..."  many, one after another
 python ablate.py report FOLDER     write the report of a folder of results again
 Ctrl-C stops it, the same command resumes it. Its results are in report.md.
 Defaults are those of this command; for others: judge --help, PLAN --help.""".replace("\n", "\n\n")
+JUDGE_DESCRIPTION = """Keep or discard b, a change of a: up to 20 pairs (--seeds), in five looks.
+It stops as soon as a test can decide, and prints its verdict as JSON.
+python ablate.py judge --a "" --b "qk_norm=true"
+python ablate.py judge --campaign FOLDER --b "..."  many ideas, few kept wrongly
+python ablate.py judge --pairs pairs.csv            losses of any program""".replace("\n", "\n\n")
 RUNS_DEPEND_ON = ("config", "steps", "learning_rates", "perturbations")  # flags that make other runs
 
 
@@ -88,6 +93,8 @@ class Campaign:
 class Judge(Comparison, Campaign):  # in --help the flags of the last stand first
     def default_plan(self) -> Plan:
         """The plan of a verdict; `UserError` for flags that do not go together."""
+        if self.quick:
+            raise UserError("--quick is not for judge, which needs ten pairs or more; leave it out.")
         if not self.campaign and (self.adopt or self.fdr is not None):
             raise UserError("--fdr and --adopt belong to judge --campaign FOLDER.")
         if self.campaign and self.b is None and not self.pairs:  # the ledger names an idea by its settings
@@ -108,6 +115,8 @@ def parse(arguments: list[str], command_type: type[Comparison] = Comparison) -> 
     """The command line; read twice, since the plan that it names gives the defaults of the flags."""
     check_words(arguments, command_type)
     options = {"description": DESCRIPTION, "prog": "ablate.py", "config": (tyro.conf.OmitArgPrefixes,)}
+    if command_type is Judge:
+        options |= {"description": JUDGE_DESCRIPTION, "prog": "ablate.py judge"}
     without_help = [argument for argument in arguments if argument not in ("-h", "--help")]
     first, unknown = parse_flags(command_type, args=without_help, return_unknown_args=True, **options)
     if any(word.startswith("--") for word in unknown):
@@ -133,7 +142,8 @@ def check_words(arguments: list[str], command_type: type[Comparison]) -> None:
             if "=" in word and not before.startswith("-"):
                 raise UserError(f"{word} stands alone; settings of one flag are one text in quotes.")
         elif name in TYPES.keys() - own - {"learning_rate"}:  # for which there is --learning-rates
-            raise UserError(f"{word} is a setting of train.py; --vary {name}=VALUE,VALUE compares values of it.")
+            use = f"--vary {name}=VALUE sets it in all runs, --vary {name}=VALUE,VALUE compares values"
+            raise UserError(f"{word} is a setting of train.py; {use}.")
         elif name in judge_flags and command_type is not Judge:
             raise UserError(f"{word} belongs to judge: python ablate.py judge {word} ...")
 
@@ -159,8 +169,10 @@ def starting_plan(command: Comparison) -> Plan:
             joined = f"{text.rstrip(',')},{command.plan_file}"
             raise UserError(f"{command.plan_file} is no plan; join values by commas: --vary {joined}")
     arms = {text or "default": assignments(text) for text in (command.a, command.b) if text is not None}
+    if (command.a is None) != (command.b is None):
+        raise UserError(f'--{"a" if command.a is None else "b"} is missing; --a "" is the config as it is.')
     if len(arms) == 1:
-        raise UserError('--a and --b need each other, and differ; --a "" is the config as it is.')
+        raise UserError('--a and --b are equal, and have to differ; --a "" is the config as it is.')
     vary = {name: value.split(",") for name, value in assignments(" ".join(command.varied)).items()}
     if not arms and not vary:
         return load_plan(find_plan(command.plan_file or "norms"))

@@ -29,6 +29,7 @@ from ablation.records import VERDICT, Row, Verdict, append, append_rows, as_tabl
 from ablation.run import commit, device_model, settings_hash, train_run
 from ablation.study import Study
 from checkpoints.find import find_checkpoint
+from data.sources import HUB_TEXTS, resolve
 from errors import UserError, printable, usable_cores
 from files import locked, replace_text
 from model.decoder import Decoder
@@ -52,8 +53,8 @@ class Experiment:
     def study(self) -> Study:
         return Study(self.plan, as_table(self.rows))
 
-    def add(self, run: Run, future: Future) -> None:
-        """Append the row of a run that has ended."""
+    def add(self, run: Run, future: Future) -> Row:
+        """Append the row of a run that has ended, which is returned."""
         try:
             row = future.result()
             row = dataclasses.replace(row, commit=row.commit or commit())  # a cluster gets the code without git
@@ -67,6 +68,7 @@ class Experiment:
             row = Row(**vars(run), status="failed", reason=reason)
         self.rows.append(row)
         append_rows(self.folder, row)
+        return row
 
     def difference_from_earlier(self, row: Row) -> str | None:
         """Why a row cannot be compared with those before it, if it cannot."""
@@ -113,7 +115,8 @@ def execute(experiment: Experiment, start: Callable[[Run, str], Future]) -> None
     experiment.rows = [row for row in experiment.rows if row.device == here or (row.phase, row.seed) not in unfinished]
     free = [*experiment.workers]
     running: dict[Future, tuple[Run, str]] = {}
-    bar = tqdm(unit="run", initial=len(experiment.rows), dynamic_ncols=True, disable=None)
+    done, total = len(experiment.rows), len(experiment.rows) + len(experiment.study.remaining)
+    bar = tqdm(unit="run", initial=done, total=total, dynamic_ncols=True, disable=None)
     try:
         while True:
             started = {run for run, _ in running.values()}
@@ -128,9 +131,11 @@ def execute(experiment: Experiment, start: Callable[[Run, str], Future]) -> None
             for future in wait(running, timeout=5, return_when=FIRST_COMPLETED).done:  # the bar shows that time passes
                 run, worker = running.pop(future)
                 free.append(worker)
-                experiment.add(run, future)
+                row = experiment.add(run, future)
                 bar.update()
-                if bar.disable:
+                if row.status == "failed":
+                    tqdm.write(printable(f"failed: {run}: {row.reason}"), sys.stderr)
+                elif bar.disable:
                     print(f"{len(experiment.rows)} of {bar.total} runs ended: {run}", file=sys.stderr)
     finally:
         bar.close()
@@ -211,7 +216,9 @@ def estimate_runs(experiment: Experiment, torch_device: str, level: float | None
         print(f"a run of {name}:", *new_lines, sep="\n", flush=True)
         lines_of_first = lines_of_first or lines
     duration = format_time(seconds / len(experiment.workers))
-    print(f"all runs that can start: {runs.total()}, {len(experiment.workers)} at once, about {duration} of training")
+    print(f"all runs that can start: {runs.total()}, {len(experiment.workers)} at once, about {duration} of training,")
+    more = "" if experiment.study.pairs else f"; then the final pairs, within {experiment.plan.hours:g} hours in all"
+    print(f"  and start-up and evaluations, which short runs spend most of their time in{more}")
 
 
 def check_arms(plan: Plan, level: float | None) -> None:
@@ -222,6 +229,8 @@ def check_arms(plan: Plan, level: float | None) -> None:
         raise UserError(f"judge needs --seeds {2 * LOOKS} or more, not {plan.seeds}.")
     for arm in plan.all_arms.values():
         settings = arm_settings(plan, arm)
+        if not any(name in HUB_TEXTS or name.startswith("hub:") for name in settings.data.data):
+            resolve(settings.data)
         if settings.run.init_from is not None:
             find_checkpoint(settings.run.init_from)
         with torch.device("meta"):  # no memory
@@ -253,8 +262,5 @@ def compare(
             execute(experiment, start)
             last_lines = report.headline(experiment.study)
         path = report.write(experiment.study, folder)
-    failed = [row for row in experiment.rows if row.status == "failed"]
-    for row in failed:
-        print(printable(f"failed: {row}: {row.reason}"), file=sys.stderr)
     print(printable(f"report: {path}"), *last_lines, sep="\n")
-    return 1 if failed else 0
+    return int(any(row.status == "failed" for row in experiment.rows))

@@ -181,7 +181,8 @@ class Campaign:
             row |= {"difference": line.difference, "low": low, "high": high, "worth": line.steps and str(line.steps)}
             row |= {"looks": ", ".join(map(str, line.looks)), "p": line.p, "level": line.level}
             rows.append(row)
-        save_table(self.folder / "ideas", rows)
+        narrow = pd.DataFrame(rows)[["idea", "baseline", "difference", "low", "high", "p", "level", "verdict"]]
+        save_table(self.folder / "ideas", rows, narrow.to_dict("records"))
         keeps = "; ".join(line.idea for line in self.ledger if line.verdict == "keep")
         text = f"Kept: {keeps or 'nothing'}. On average at most {self.fdr:.0%} of what is kept does nothing, if "
         text += "differences are about normal (docs/compare.md has what happens otherwise). "
@@ -209,8 +210,10 @@ def read_pairs(path: Path) -> dict[str, pd.Series]:
     with reading(path, f"it needs rows with the columns {', '.join(columns)}"):
         rows = pd.DataFrame(read_lines(path)) if path.suffix == ".jsonl" else pd.read_csv(path, dtype={"idea": str})
     if missing := [name for name in columns if name not in rows]:
-        raise UserError(f"{path} has no column {', '.join(missing)}; a CSV file has commas between its columns.")
-    rows = rows[columns]
+        hint = f"it has {', '.join(rows)}" if len(rows.columns) > 1 else "a CSV file has commas between its columns"
+        raise UserError(f"{path} has no column {', '.join(missing)}; {hint}.")
+    as_read = rows[columns]
+    rows = as_read.copy()
     rows["idea"] = rows.idea.map(str, na_action="ignore")
     rows[["seed", "loss"]] = rows[["seed", "loss"]].apply(pd.to_numeric, errors="coerce")
     problems = {
@@ -222,7 +225,8 @@ def read_pairs(path: Path) -> dict[str, pd.Series]:
     }
     for problem, wrong in problems.items():
         if wrong.any():
-            raise UserError(f"{path}, row {wrong.argmax() + 1}: {problem}.")
+            values = ",".join(map(str, as_read.iloc[wrong.argmax()]))
+            raise UserError(f"{path}, row {wrong.argmax() + 1} ({values}): {problem}.")
     losses = rows.pivot_table("loss", ["idea", "seed"], "arm", sort=False)
     return {str(idea): (pairs.b - pairs.a).droplevel(0) for idea, pairs in losses.groupby(level=0, sort=False)}
 

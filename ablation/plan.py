@@ -35,7 +35,8 @@ TYPES = {setting.name: setting.type for setting in SETTINGS if setting.name not 
 def read_value(name: str, value: object) -> Any:
     """The value of a setting of an arm, from a TOML file or as text."""
     if name not in TYPES:
-        raise UserError(f"{name} is not a setting that arms can have.{nearest(name, TYPES)}")
+        hint = " All arms have the same seeds: --seeds N, --first-seed N." if "seed" in name else nearest(name, TYPES)
+        raise UserError(f"{name} is not a setting that arms can have.{hint}")
     if get_origin(TYPES[name]) is tuple and isinstance(value, str):
         value = [value] if value else []
     return convert(name, value, TYPES[name], strict=False)
@@ -137,7 +138,8 @@ class Plan:
                 raise UserError(f"the arms {a.name} and {b.name} have the same settings.")
         for setting in OF_THE_TEXT:
             if len({self.value(arm, setting) for arm in combined.values()}) > 1:
-                raise UserError(f"arms that differ in {setting} have losses of different texts; compare one at a time.")
+                fix = f"give all the same: --vary {setting}=VALUE, or both of --a and --b"
+                raise UserError(f"arms that differ in {setting} have losses of different texts; {fix}.")
         return combined
 
     @functools.cached_property

@@ -71,8 +71,11 @@ def outcome(study: Study, arm: str) -> str:
         return "no learning rate; the sweep is not finished, or a run diverged at every one"
     rows = study.rows_of("final", arm)
     if not len(rows):
-        done = ((study.rows.phase == "final") & (study.rows.arm == arm)).sum()
-        return f"not finished, {done} of {study.pairs or 'a number of'} final runs"
+        of_arm = study.rows[study.rows.arm == arm]
+        reasons = of_arm.reason[of_arm.status == "failed"]
+        failed = f"; {len(reasons)} runs failed ({reasons.iloc[-1]})" if len(reasons) else ""
+        done = (of_arm.phase == "final").sum()
+        return f"not finished, {done} final runs of {study.pairs or 'those that the pilot asks for'}{failed}"
     others = rows[rows.status != "completed"]
     if len(others):
         reasons = "; ".join(f"seed {r.seed} at {r.learning_rate:g}: {r.reason}" for r in others.head(3).itertuples())
@@ -104,8 +107,12 @@ def write(study: Study, folder: Path) -> Path:
     compared = {}  # effects by the text in the picture
     for c, row in zip(study.comparisons, rows, strict=True):
         compared[f"{c.arm}: {row['verdict']}\n{row['worth'] or ''}"] = c.effect
+    narrow = []  # for a page
+    for c in study.comparisons:
+        row = {"arm": c.effect.name, f"difference, {study.unit}": with_interval(c.effect), "pairs": c.effect.n}
+        narrow.append(row | {"p (Holm)": f"{c.p_holm:.2g}", "verdict": c.verdict})
     if rows:
-        save_table(folder / "differences", rows)
+        save_table(folder / "differences", rows, narrow)
     bases = ", ".join(dict.fromkeys(c.baseline for c in study.comparisons))
     xlabel = f"loss minus that of {bases}, {study.unit}\nlower loss: better"
     figures = {
@@ -123,11 +130,10 @@ def write(study: Study, folder: Path) -> Path:
     return folder / "report.md"
 
 
-def save_table(path: Path, rows: list[dict]) -> None:
-    """Write rows as CSV and LaTeX; path: without the suffix."""
-    frame = pd.DataFrame(rows)
-    latex = frame.to_latex(index=False, escape=True, na_rep=MISSING, float_format="%.3g")
-    replace_text(path.with_suffix(".csv"), frame.to_csv(index=False))
+def save_table(path: Path, rows: list[dict], narrow: list[dict]) -> None:
+    """Write rows as CSV, and narrow ones as LaTeX; path: without the suffix."""
+    replace_text(path.with_suffix(".csv"), pd.DataFrame(rows).to_csv(index=False))
+    latex = pd.DataFrame(narrow).to_latex(index=False, escape=True, na_rep=MISSING, float_format="%.3g")
     replace_text(path.with_suffix(".tex"), f"% needs \\usepackage{{booktabs}}\n{latex}")
 
 

@@ -67,7 +67,7 @@ train RUN --data x -> .*RUN is no flag; write --init-from \(or --resume\) .*RUN
 train --eval-only --init-from RUN --data x --norm layer -> --eval-only takes the model as it is; leave out --norm
 generate RUN --merge NEW -> --merge: .* is no adapter
 generate RUN --prompt a --adapter RUN -> .*RUN is no adapter, as it has no adapter_config.json
-ablate --a norm=rms -> --a and --b need each other
+ablate --a norm=rms -> --b is missing; --a "" is the config as it is
 ablate judge --campaign nowhere -> --campaign judges an idea at a time: give it as --b
 ablate --vary norm=rms -> a comparison needs two arms or more
 ablate --seed 5 -> Unrecognized options: --seed, 5; see --help. Did you mean --first-seed\?
@@ -83,7 +83,10 @@ train --steps -> --steps needs a value after it; see --help
 train --dtype RMS -> invalid choice 'RMS' for argument '--dtype'. Expected one of .*; see --help
 train --norm RMS -> norm is 'RMS': Expected rms, layer, .* Did you mean rms\?
 generate RUN --prompt a --temprature 1 -> Unrecognized options: .* Did you mean --temperature\?
-ablate --norm layer -> --norm is a setting of train.py; --vary norm=VALUE,VALUE compares values of it
+ablate --norm layer -> --norm is a setting of train.py; --vary norm=VALUE sets it in all runs, --vary
+ablate --vary norm=layer,rms --vary data=nothere -> no file, folder or known text is called "nothere"
+ablate --vary seed=1,2 -> seed is not a setting that arms can have. All arms have the same seeds: --seeds N
+ablate judge --a norm=layer --b norm=rms --quick -> --quick is not for judge
 ablate --jobs -1 --dry-run -> --jobs -1 must be at least 1
 serve --prot 80 -> Unrecognized options: --prot, 80; see --help. Did you mean --port\?
 plot nothere -> nothere has no metrics.jsonl; give the folder of a run

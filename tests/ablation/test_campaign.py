@@ -114,12 +114,12 @@ def test_an_interrupted_idea_resumes_and_no_other_begins_before_it(judge, tmp_pa
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("wide,1,a,3", "row 5: an earlier row has this idea, seed and arm"),
-        ("wide,3,a,3", "row 5: the seed has no run of the other arm"),
-        ("wide,3,c,3", "row 5: it has no idea, or an arm other than a and b"),
-        ("wide,3,a,nan", "row 5: the seed is not a whole number, or the loss not finite"),
-        ("wide,3,a", "row 5: .* or the loss not finite"),
-        ("deep,3,a,3\ndeep,3,b,3", "row 5: the idea has one pair, and needs two or more"),
+        ("wide,1,a,3", "row 5 .*: an earlier row has this idea, seed and arm"),
+        ("wide,3,a,3", "row 5 .*: the seed has no run of the other arm"),
+        ("wide,3,c,3", "row 5 .wide,3,c,3.0.: it has no idea, or an arm other than a and b"),
+        ("wide,3,a,nan", "row 5 .*: the seed is not a whole number, or the loss not finite"),
+        ("wide,3,a", "row 5 .*: .* or the loss not finite"),
+        ("deep,3,a,3\ndeep,3,b,3", "row 5 .*: the idea has one pair, and needs two or more"),
         ("wide,3,a,3,4", "cannot be read .*line 6"),
     ],
 )

@@ -50,7 +50,7 @@ def test_arms_that_are_open_unfinished_or_diverged_say_so(finish):
     assert noisy.comparisons[0].verdict == "inconclusive" and noisy.comparisons[0].pairs_for_power[0] > 6
     assert "it would take " + report.pairs_to_decide(noisy.comparisons[0]) in " ".join(report.headline(noisy))
     unfinished = Study(pair.plan, pair.rows[pair.rows.seed < 4])
-    assert "rms: not finished, 3 of 6 final runs" in report.headline(unfinished)
+    assert "rms: not finished, 3 final runs of 6" in report.headline(unfinished)
     diverged = finish(pair.plan, lambda run: None if (run.arm, run.seed) == ("rms", 2) else losses(run))
     assert any(line.startswith("rms: 5 of 6 runs completed") for line in report.headline(diverged))
 
