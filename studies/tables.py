@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pandas as pd
 
-from ablation.plan import arm_settings
 from ablation.report import table, with_interval
 from ablation.stats import Effect
 from ablation.study import Study
 from benchmarks.timing import shares_of_limit, three_digits
 from files import replace_text
-from model.count import num_parameters
 from studies.claims import claim_rows, norm_times, read_speed
 from studies.effects import CONTRASTS, contrasts, load_study, pairs_at_5e_4, pooled, title
 
@@ -61,22 +59,6 @@ def set_rows(*names: str) -> list[dict]:
     return rows
 
 
-def length_rows(*names: str) -> list[dict]:
-    """RMSNorm minus LayerNorm by length of training, and how far equal runs drift apart (of A:B, in the study B)."""
-    rows = []
-    for name, _, rerun_name in (name.partition(":") for name in names):
-        study = load_study(name)
-        comparison = next(comparison for comparison in study.comparisons if comparison.arm == "rms")
-        rate = study.chosen_learning_rates["rms"]
-        runs = study.rows_of("final", "rms")
-        parameters = num_parameters(arm_settings(study.plan, study.plan.all_arms["rms"]).model)
-        spread = load_study(rerun_name or name).spread.loc["layer", rate, study.plan.perturbations[0]].iloc[0]
-        row = {"tokens for each parameter": f"[{runs.tokens.mean() / parameters:.2g}](studies/{name}/report.md)"}
-        row |= {"rate": f"{rate:g}", "pairs": comparison.effect.n}
-        rows.append(row | {"RMSNorm minus LayerNorm": shown(comparison.effect), "equal runs": f"{spread:.4f}"})
-    return rows
-
-
 def speed_rows(record: str, unit: str, *words: str) -> list[dict]:
     """A row for each table of a record whose title has the words: the speed or time of each program, the best bold."""
     rows, text = [], " ".join(words)
@@ -107,7 +89,6 @@ def norm_time_rows(*records: str) -> list[dict]:
 ROWS: dict[str, Callable[..., list[dict]]] = {
     "contrasts": contrast_rows,
     "sets": set_rows,
-    "lengths": length_rows,
     "claims": claim_rows,
     "speeds": speed_rows,
     "norm_times": norm_time_rows,
