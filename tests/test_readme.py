@@ -58,7 +58,8 @@ def test_every_flag_in_the_commands_of_the_documents_exists(script):
     used = [command for text in TEXTS.values() for command in commands(text) if f"python {script}" in command]
     flags = {flag for command in used for flag in re.findall(r"\s(--\w[\w-]*)", command)}
     help_text = "--help-all"
-    command = [sys.executable, script, "--help-all" if script == "train.py" else "--help"]
+    ask = {"train.py": ["--help-all"], "ablate.py": ["judge", "--help"]}.get(script, ["--help"])
+    command = [sys.executable, script, *ask]
     help_text += subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     assert used and flags - set(re.findall(r"--\w[\w-]*", help_text)) == set()
 
