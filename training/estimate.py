@@ -105,8 +105,8 @@ def kept_elements(settings: Settings, fused: bool) -> int:
     layers, width, hidden = config.num_hidden_layers, config.hidden_size, config.intermediate_size
     heads = (config.num_attention_heads + config.num_key_value_heads) * config.resolved_head_dim
     layer = 4 * width + 2 * (heads + hidden)
-    if not fused:  # q, k and v as they were packed
-        layer += heads
+    if not fused:  # q, k and v as they were packed; silu(gate)
+        layer += heads + hidden
     if not fused or settings.run.lora is not None:  # the product of gate and up
         layer += hidden
     if settings.machine.activation_checkpointing:
