@@ -163,3 +163,17 @@ def wait_for_main_process(status: int) -> None:
     """Let the main process print its error first: when another process ends, all are stopped."""
     if status and not is_main_process():
         time.sleep(3)
+
+
+def run_main(module: str) -> NoReturn:
+    """Run `main` of a module with the flags of the command line, which is `python -m MODULE`.
+
+    A module calls this above its slow imports: their Ctrl-C is one line, too.
+    """
+    import importlib
+
+    with exit_on_user_error():
+        from flags import call_with_flags
+
+        main = importlib.import_module(module).main
+        sys.exit(call_with_flags(main, prog=f"python -m {module}"))
