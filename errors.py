@@ -176,4 +176,4 @@ def run_main(module: str) -> NoReturn:
         from flags import call_with_flags
 
         main = importlib.import_module(module).main
-        sys.exit(call_with_flags(main, prog=f"python -m {module}"))
+        sys.exit(call_with_flags(main, prog=f"python -m {module.removesuffix('.__main__')}"))

@@ -5,7 +5,6 @@ Claims that need no run are in claims.md alone.
 """
 
 import itertools
-import json
 import math
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -17,7 +16,8 @@ from ablation.plan import arm_settings
 from ablation.report import MISSING, with_interval
 from ablation.stats import MIN_PAIRS_FOR_EQUIVALENCE, Effect, mean_effect
 from ablation.study import Study
-from files import read_toml
+from benchmarks.timing import Table
+from files import read_json, read_toml
 from studies.effects import load_study
 
 CLAIMS = Path(__file__).with_suffix(".toml")
@@ -98,16 +98,16 @@ def streams(study: Study) -> Iterator[Effect]:
             yield mean_effect(f"cosine without mean: {name}", (1 - rows.cosine_with_ones**2) ** 0.5, "")
 
 
-def read_speed(record: str) -> list[dict]:
+def read_speed(record: str) -> list[Table]:
     """The tables of a record in speed/."""
-    return json.loads((SPEED / f"{record}.json").read_text(encoding="utf-8"))["tables"]
+    return [Table(**table) for table in read_json(SPEED / f"{record}.json")["tables"]]
 
 
 def norm_times(record: str, section: str) -> dict[str, Effect]:
     """RMSNorm's time over LayerNorm's for each variant of the code: means over the tables, each of one process, of the
     median ratio within turns.
     """
-    processes = [table["seconds"] for table in read_speed(record)]
+    processes = [table.seconds for table in read_speed(record)]
     effects = {}
     for variant in (name.removesuffix(", rms") for name in processes[0] if name.endswith(", rms")):
         rms, layer = (np.array([times[f"{variant}, {norm}"][section] for times in processes]) for norm in NORMS)

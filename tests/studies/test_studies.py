@@ -12,6 +12,7 @@ import torch
 from ablation import study
 from ablation.plan import Plan, find_plan, load_plan, save_plan
 from ablation.stats import Effect, mean_effect
+from benchmarks.timing import Table
 from checkpoints.pretrained import save_pretrained
 from errors import UserError
 from model.inspect import inspect
@@ -59,7 +60,8 @@ def test_they_are_the_effects_of_a_grid_and_drawn_for_every_study():
 
 def test_times_are_means_over_processes_of_medians_of_ratios_within_turns(monkeypatch):
     processes = [([1, 1, 9], [2, 2, 2]), ([3, 3, 3], [4, 4, 4])]
-    tables = [{"seconds": {"eager, rms": {"step": rms}, "eager, layer": {"step": layer}}} for rms, layer in processes]
+    seconds = [{"eager, rms": {"step": rms}, "eager, layer": {"step": layer}} for rms, layer in processes]
+    tables = [Table("", None, {}, times, {}) for times in seconds]
     monkeypatch.setattr(claims, "read_speed", lambda _: tables)
     ratio = claims.norm_times("record", "step")["eager"]
     assert (ratio.name, ratio.estimate, ratio.n) == ("step: eager", 0.625, 2)  # the mean of 0.5 and 0.75
