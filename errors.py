@@ -6,6 +6,7 @@ becomes one line and exit status 2. `--traceback` on any command line shows wher
 
 import contextlib
 import functools
+import importlib
 import os
 import re
 import signal
@@ -166,12 +167,7 @@ def wait_for_main_process(status: int) -> None:
 
 
 def run_main(module: str) -> NoReturn:
-    """Run `main` of a module with the flags of the command line, which is `python -m MODULE`.
-
-    A module calls this above its slow imports: their Ctrl-C is one line, too.
-    """
-    import importlib
-
+    """Run a module's `main` with the flags of `python -m MODULE`. Call it above slow imports: Ctrl-C there is a line."""
     with exit_on_user_error():
         from flags import call_with_flags
 

@@ -25,15 +25,13 @@ def main(llama2c: Annotated[Path | None, optional("PATH")] = None) -> int:
     """
     if timing.default_device().type == "cuda":
         shapes = ("1b",)
-        dtypes = ("float32", "bfloat16")
         config, changes = "124m", {}
         ours = "Triton and torch.compile"
     else:
         shapes = ("15m", "26m", "135m")
-        dtypes = tuple(decoding.WEIGHT_BYTES)
         config, changes = "small", {"batch_size": 8, "sequence_length": 256}
         ours = "CPU functions"
-    tables = decoding.measure(shapes=shapes, dtypes=dtypes, turns=TURNS, tokens=64, llama2c=llama2c)
+    tables = decoding.measure(shapes=shapes, turns=TURNS, tokens=64, llama2c=llama2c)
     for dtype in ("float32", "bfloat16"):
         variants = [training.TRANSFORMERS, ours]
         tables.append(training.compare(config, changes | {"dtype": dtype}, ["rms"], variants, turns=TURNS))

@@ -27,6 +27,7 @@ READ_BYTES = 2**30  # more than a server's cache holds
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 2048}
 
 Blocks = dict[str, Callable[[], float]]  # what a program runs in its turn, by section: returns the seconds of a call
+Maker = Callable[[], Blocks]  # prepares a program
 
 
 def default_device() -> torch.device:
@@ -34,8 +35,8 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def measure(makers: dict[str, Callable[[], Blocks]], turns: int) -> tuple[dict[str, dict], dict[str, str]]:
-    """Seconds by program and section, and why a program cannot run. `makers` make the blocks of each program.
+def measure(makers: dict[str, Maker], turns: int) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
+    """Seconds by program and section, and why a program cannot run.
 
     Item i of every list is from turn i. Before the first turn every block runs once, to compile and to fill caches.
     """
@@ -147,12 +148,7 @@ class Table:
 
 
 def compare(
-    title: str,
-    makers: dict[str, Callable[[], Blocks]],
-    work: dict[str, float],
-    limit: Callable[[], Blocks],
-    turns: int,
-    tokens: int | None = None,
+    title: str, makers: dict[str, Maker], work: dict[str, float], limit: Maker, turns: int, tokens: int | None = None
 ) -> Table:
     """Measure the programs, print the table in Markdown, and return it for a record.
 

@@ -27,7 +27,7 @@ from training.step import train_step
 
 
 class Variant(NamedTuple):
-    """A way to train a model of one shape."""
+    """A way to compute a training step."""
 
     kernels: str  # what `kernels.use` is told
     compiled: bool = False

@@ -118,8 +118,7 @@ def logits_difference(positions: list[int], tolerances: Tensor, ours: Tensor, th
         return "equal"
     row = differs.tolist().index(True)
     token = (theirs[row] - ours[row]).abs().argmax()
-    values = f"ours {ours[row, token]:.5g}, theirs {theirs[row, token]:.5g}"
-    return f"position {positions[row]}, token {token}: {values}"
+    return f"position {positions[row]}, token {token}: ours {ours[row, token]:.5g}, theirs {theirs[row, token]:.5g}"
 
 
 def difference(ours: object, theirs: object) -> str:
@@ -156,7 +155,7 @@ def prenorm(place: str, _: Questions) -> Program:
     def open_network() -> tuple:
         sampling = vars(recommended_sampling(directory) or Sampling(temperature=0))
         decoder = load_pretrained(checkpoint, cast=True).eval().requires_grad_(False)
-        return end_ids, sampling, lambda ids, positions: decoder(torch.tensor([ids]))[0, positions]
+        return end_ids, sampling, lambda ids, at: decoder(torch.tensor([ids]))[0, at]
 
     return Program("prenorm", encode, render, open_network, UserError)
 
@@ -168,17 +167,15 @@ def transformers(place: str, _: Questions) -> Program:
     name = f"transformers {__version__}"
     options = {"local_files_only": True, "trust_remote_code": False}
     if place.endswith(".gguf"):
-        model = tokenizer_folder = Path(place).parent
-        adapter = None
+        model, adapter = Path(place).parent, None
         options["gguf_file"] = Path(place).name
     else:
         model, adapter = find_adapter(find_checkpoint(place))
-        tokenizer_folder = tokenizer_directory(model, adapter)
     if adapter is not None:
         import peft
 
         name = f"peft {peft.__version__}, {name}"
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, **options)
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory(model, adapter), **options)
 
     def encode(text: str, with_bos: bool) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=with_bos, split_special_tokens=True)
@@ -191,7 +188,7 @@ def transformers(place: str, _: Questions) -> Program:
         weights = {"torch_dtype": torch.float32, "use_safetensors": True}
         decoder = AutoModelForCausalLM.from_pretrained(model, **weights, **options)
         config = decoder.generation_config
-        end_ids = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         sampling = {"repetition_penalty": 1.0, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
         sampling |= {name: getattr(config, name) for name in sampling if getattr(config, name) is not None}
         if not config.do_sample:
@@ -199,11 +196,7 @@ def transformers(place: str, _: Questions) -> Program:
         if adapter is not None:
             decoder = peft.PeftModel.from_pretrained(decoder, adapter)
         decoder.eval().requires_grad_(False)
-
-        def predict(ids: list[int], positions: list[int]) -> Tensor:
-            return decoder(torch.tensor([ids]), logits_to_keep=torch.tensor(positions)).logits[0]
-
-        return end_ids, sampling, predict
+        return ends, sampling, lambda ids, at: decoder(torch.tensor([ids]), logits_to_keep=torch.tensor(at)).logits[0]
 
     return Program(name, encode, render, open_network)
 

@@ -24,7 +24,7 @@ CLAIMS = Path(__file__).with_suffix(".toml")
 SPEED = CLAIMS.parent.parent / "speed"
 NORMS = ("rms", "layer")
 TIMES = "training-norms-amd-epyc"  # the record of a training step with both norms
-VERDICTS = ("does not hold", "inconclusive", "holds")  # the first of these counts where there are several effects
+VERDICTS = ("does not hold", "inconclusive", "holds")  # a claim about several effects gets the first of theirs
 
 
 def claim_rows(*studies: str) -> list[dict[str, str]]:
@@ -41,7 +41,9 @@ def claim_row(name: str, claim: dict, effects_by_page: dict[str, list[Effect]]) 
     holds_if = bounds if math.isfinite(high) else f"above {low:g}"
     row = {"": name, "claim": claim["text"], "measured": MISSING, "holds if": holds_if, "verdict": "not measured"}
     for page, measured in effects_by_page.items():
-        named = [effect for effect in measured if any(fnmatchcase(effect.name, name) for name in claim["effects"])]
+        named = [
+            effect for effect in measured if any(fnmatchcase(effect.name, pattern) for pattern in claim["effects"])
+        ]
         if named:
             deciding = min(named, key=lambda effect: VERDICTS.index(judge(effect, low, high)))
             # Two digits: further digits of so small a number differ between processors.
@@ -72,7 +74,8 @@ def measured_effects(study: Study) -> list[Effect]:
 
 def sweeps(study: Study) -> Iterator[Effect]:
     """For each setting, how much more the losses of arms with one of its values vary over the learning rates than those
-    of arms with its first value. A seed with a diverged run is left out: leaving out the learning rate would flatter.
+    of arms with its first value. A seed with a diverged run is left out: without that run alone, its losses
+    would seem to vary less.
     """
     losses = study.rows[study.rows.phase == "sweep"].groupby(["arm", "seed"], observed=True)[study.loss_column]
     ranges = (losses.max() - losses.min()).where(losses.count() == losses.size()).unstack("seed")
