@@ -167,7 +167,7 @@ def wait_for_main_process(status: int) -> None:
 
 
 def run_main(module: str) -> NoReturn:
-    """Run a module's `main` with the flags of `python -m MODULE`. Call it above slow imports: Ctrl-C there is a line."""
+    """Run a module's `main` with the flags of `python -m MODULE`. Call it above slow imports: Ctrl-C is a line, too."""
     with exit_on_user_error():
         from flags import call_with_flags
 
