@@ -124,11 +124,11 @@ def gguf_tensors(checkpoint: Checkpoint, architecture: str) -> dict[str, Tensor]
         for name in zero_biases(config):
             tensors[name] = torch.zeros(config.hidden_size)
     name_map = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
-    tensors = {name_map.get_name(name, (".weight", ".bias")): tensor for name, tensor in tensors.items()}
+    renamed = {name_map.get_name(name, (".weight", ".bias")): tensor for name, tensor in tensors.items()}
     if config.rope_scaling is not None:
         unscaled = frequencies(dataclasses.replace(config, rope_scaling=None))
-        tensors["rope_freqs.weight"] = unscaled / frequencies(config)  # llama.cpp divides the frequencies by them
-    return tensors
+        renamed["rope_freqs.weight"] = unscaled / frequencies(config)  # llama.cpp divides the frequencies by them
+    return renamed
 
 
 def add_tensors(writer: GGUFWriter, tensors: dict[str, Tensor], dtype: str) -> None:

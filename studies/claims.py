@@ -41,9 +41,8 @@ def claim_row(name: str, claim: dict, effects_by_page: dict[str, list[Effect]]) 
     holds_if = bounds if math.isfinite(high) else f"above {low:g}"
     row = {"": name, "claim": claim["text"], "measured": MISSING, "holds if": holds_if, "verdict": "not measured"}
     for page, measured in effects_by_page.items():
-        named = [
-            effect for effect in measured if any(fnmatchcase(effect.name, pattern) for pattern in claim["effects"])
-        ]
+        patterns = claim["effects"]
+        named = [effect for effect in measured if any(fnmatchcase(effect.name, pattern) for pattern in patterns)]
         if named:
             deciding = min(named, key=lambda effect: VERDICTS.index(judge(effect, low, high)))
             # Two digits: further digits of so small a number differ between processors.
