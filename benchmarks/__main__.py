@@ -14,8 +14,6 @@ from typing import Annotated
 from benchmarks import decoding, timing, training
 from flags import optional
 
-TURNS = 5
-
 
 def main(llama2c: Annotated[Path | None, optional("PATH")] = None) -> int:
     """Decoding and training beside other programs. One kernel: python -m benchmarks.kernels --only 'rms norm'
@@ -31,8 +29,8 @@ def main(llama2c: Annotated[Path | None, optional("PATH")] = None) -> int:
         shapes = ("15m", "26m", "135m")
         config, changes = "small", {"batch_size": 8, "sequence_length": 256}
         ours = "CPU functions"
-    tables = decoding.measure(shapes=shapes, turns=TURNS, tokens=64, llama2c=llama2c)
+    tables = decoding.measure(shapes=shapes, turns=5, tokens=64, llama2c=llama2c)
     for dtype in ("float32", "bfloat16"):
         variants = [training.TRANSFORMERS, ours]
-        tables.append(training.compare(config, changes | {"dtype": dtype}, ["rms"], variants, turns=TURNS))
+        tables.append(training.compare(config, changes | {"dtype": dtype}, ["rms"], variants, turns=5))
     return timing.finish(tables)
