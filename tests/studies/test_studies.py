@@ -163,7 +163,7 @@ def test_a_branch_goes_on_exactly_where_its_model_was(config, tmp_path):
     arms["centered"] = layer | {"init_from": "quarter 2, centered"}
     rows = convert.train_models(make_plan(config, tmp_path, arms), 1, "cpu", tmp_path)
     trunk, same, with_bias, without, centered = (row.loss for row in rows)
-    assert 0 < abs(centered - trunk) < 1e-3  # LayerNorm computes the same with centered weights, until they are trained
+    assert 0 < abs(centered - trunk) < 2e-3  # LayerNorm computes the same with centered weights, until they are trained
     assert same == trunk and with_bias != trunk and abs(with_bias - trunk) < abs(without - trunk) < 0.5
     assert len({row.batches_hash for row in rows}) == len({row.tokens for row in rows}) == 1
     assert rows[0].curve[-1][0] == rows[1].curve[-1][0] and rows[1].curve[0][0] == 7
