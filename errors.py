@@ -6,6 +6,7 @@ becomes one line and exit status 2. `--traceback` on any command line shows wher
 
 import contextlib
 import functools
+import importlib
 import os
 import re
 import signal
@@ -163,3 +164,12 @@ def wait_for_main_process(status: int) -> None:
     """Let the main process print its error first: when another process ends, all are stopped."""
     if status and not is_main_process():
         time.sleep(3)
+
+
+def run_main(module: str) -> NoReturn:
+    """Run a module's `main` with the flags of `python -m MODULE`. Call it above slow imports: Ctrl-C is a line, too."""
+    with exit_on_user_error():
+        from flags import call_with_flags
+
+        main = importlib.import_module(module).main
+        sys.exit(call_with_flags(main, prog=f"python -m {module.removesuffix('.__main__')}"))

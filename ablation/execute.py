@@ -26,14 +26,14 @@ from ablation import report
 from ablation.judge import LOOKS, pairs_of_looks, verdict_at_look
 from ablation.plan import Plan, Run, arm_settings, load_plan, replace_settings, run_settings, save_plan
 from ablation.records import VERDICT, Row, Verdict, append, append_rows, as_table, read_rows
-from ablation.run import commit, device_model, settings_hash, train_run
+from ablation.run import settings_hash, train_run
 from ablation.study import Study
 from checkpoints.find import find_checkpoint
 from data.sources import HUB_TEXTS, resolve
 from errors import UserError, printable, usable_cores
 from files import locked, replace_text
 from model.decoder import Decoder
-from model.device import choose_device
+from model.device import choose_device, commit, device_model
 from training.estimate import estimate, format_time
 from training.optimizer import freeze_parameters
 

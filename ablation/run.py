@@ -5,8 +5,6 @@ import dataclasses
 import hashlib
 import itertools
 import math
-import platform
-import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,7 +19,7 @@ from ablation.records import Row
 from ablation.stats import six_digits
 from data.batches import Batch
 from model.decoder import Decoder
-from model.device import processor
+from model.device import machine
 from model.norm import Norm, is_norm_parameter
 from training.evaluate import evaluate
 from training.loop import train_steps
@@ -67,6 +65,7 @@ def make_row(session: Session, run: Run, hash_of_settings: str, workers: int, *,
     return Row(
         **vars(run),
         **outcome,
+        **machine(session.device),
         curve=[(step, loss) for step, loss in curve if math.isfinite(loss)],
         seconds=session.state.seconds,
         tokens=session.state.tokens,
@@ -74,29 +73,10 @@ def make_row(session: Session, run: Run, hash_of_settings: str, workers: int, *,
         weights_hash=digest(itertools.chain.from_iterable(shared)),
         batches_hash=digest(batches),
         text_hash=session.corpus.text_hash,
-        device=device_model(str(session.device)),
         kernels=kernels.describe(session.device),
         dtype=session.settings.machine.dtype,
-        commit=commit(),
-        torch=str(torch.__version__),
-        python=platform.python_version(),
-        threads=None if session.device.type == "cuda" else torch.get_num_threads(),
         workers=workers,
     )
-
-
-def device_model(torch_device: str) -> str:
-    """The model of the GPU, or else of the CPU."""
-    return torch.cuda.get_device_name(torch_device) if torch_device.startswith("cuda") else processor()
-
-
-def commit() -> str:
-    """The commit of this project that trains, with a + if files have changed since; empty where git knows none."""
-    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    try:
-        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-    except OSError:  # no git
-        return ""
 
 
 def first_windows(session: Session, tokens: int | None = None) -> Iterable[Batch]:

@@ -160,21 +160,23 @@ def make_blocks(variant: Callable, sets: list[tuple], device: torch.device, repe
     return {section: partial(timing.block, every, device, repeats) for section, every in in_turn.items()}
 
 
-def compare(case: Case, device: torch.device, copy: float, product: float) -> dict:
-    """Measure a case and print its table; the limit is the machine's `copy` (bytes/s) or `product` (FLOP/s)."""
+def compare(case: Case, device: torch.device) -> timing.Table:
+    """Measure a case and print its table; the limit is torch's copy of as many bytes, or its product."""
     size = sum(x.nbytes for x in case.make() if x is not None)
     count = math.ceil(timing.BEYOND_CACHE / size) if device.type == "cuda" else 2
     sets = [case.make() for _ in range(count)]  # inputs that take turns; on a GPU they exceed its cache together
     repeats = REPEATS_OF_PRODUCTS if case.flops else REPEATS
     makers = {name: partial(make_blocks, call, sets, device, repeats) for name, call in case.variants.items()}
     forward, backward = case.moved
-    limits = {"forward": forward / copy, "backward": backward / copy, "both": (forward + backward) / copy}
+    work = {"forward": forward, "backward": backward, "both": forward + backward}
+    limit = partial(timing.copying, device)
     if case.flops:
-        limits = {"both": case.flops / product}
-    return timing.compare(case.name, makers, limits, TURNS)
+        work = {"both": case.flops}
+        limit = partial(timing.multiplying, device, BF16)
+    return timing.compare(case.name, makers, work, limit, TURNS)
 
 
-def measure(only: str = "") -> tuple[list[dict], dict[str, float]]:
+def measure(only: str = "") -> list[timing.Table]:
     """Every kernel beside its baselines and the machine's limit.
 
     Args:
@@ -185,15 +187,14 @@ def measure(only: str = "") -> tuple[list[dict], dict[str, float]]:
     device = timing.default_device()
     keep_freed_memory()
     torch.manual_seed(0)
-    copy, product = timing.copy_rate(device), timing.product_rate(device, torch.bfloat16)
-    print(f"{device_name(device)}: copies {copy / 1e9:.4g} GB/s, products {product / 1e12:.3g} TFLOP/s\n")
+    print(device_name(device))
     tables = []
     for case in all_cases(device):
         if pattern.search(case.name):
-            tables.append(compare(case, device, copy, product))
+            tables.append(compare(case, device))
             torch.compiler.reset()
             gc.collect()
-    return tables, {"copy_bytes_per_second": copy, "product_flops_per_second": product}
+    return tables
 
 
 if __name__ == "__main__":

@@ -1,24 +1,24 @@
 """The harness: what is compared takes turns, and every speed stands beside a limit that the machine reached.
 
-A record, as in speed/ (older ones without the command), is a JSON object: the command, the machine, and tables of
-seconds by program and section. It is the last line of a benchmark whose output goes to a file or a pipe.
-The programs of `benchmarks.decoding` time themselves; all else is timed by `block`.
+A record, as in speed/, is a JSON object: the command, the machine, and a `Table` for each comparison. It is the last
+line of a benchmark whose output goes to a file or a pipe. Records of earlier versions lack the command, the commit and
+the rates. The programs of `benchmarks.decoding` time themselves; all else is timed by `block`.
 """
 
 import itertools
 import json
-import platform
 import shlex
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
 from errors import exit_on_user_error
 from flags import call_with_flags
-from model.device import device_name, processor
+from model.device import device_model, machine
 
 BEYOND_CACHE = 256e6  # bytes, more than a GPU's cache holds
 PAUSE = 20_000_000  # cycles of a GPU, about 11 ms, in which the host queues the calls to time
@@ -27,6 +27,7 @@ READ_BYTES = 2**30  # more than a server's cache holds
 PRODUCT_SIZE = {"cuda": 8192, "cpu": 2048}
 
 Blocks = dict[str, Callable[[], float]]  # what a program runs in its turn, by section: returns the seconds of a call
+Maker = Callable[[], Blocks]  # prepares a program
 
 
 def default_device() -> torch.device:
@@ -34,8 +35,8 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def measure(makers: dict[str, Callable[[], Blocks]], turns: int) -> tuple[dict[str, dict], dict[str, str]]:
-    """Seconds by program and section, and why a program cannot run. `makers` make the blocks of each program.
+def measure(makers: dict[str, Maker], turns: int) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
+    """Seconds by program and section, and why a program cannot run.
 
     Item i of every list is from turn i. Before the first turn every block runs once, to compile and to fill caches.
     """
@@ -82,77 +83,89 @@ def block(calls: list[Callable[[], object]], device: torch.device, repeats: int 
     return statistics.median(start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(events))
 
 
-def rate(call: Callable[[], object], amount: float, device: torch.device) -> float:
-    """Amount per second of a call that does `amount`: the median of twenty."""
-    call()
-    return amount / block([call], device, 20)
-
-
-def copy_rate(device: torch.device) -> float:
-    """Bytes per second, read plus written, of torch's copy of much memory: the limit for what moves data."""
+def copying(device: torch.device) -> Blocks:
+    """The limit for what moves data: seconds for a byte, read or written, of torch's copy of much memory."""
     source = torch.randn(COPY_BYTES[device.type] // 4, device=device)
     target = torch.empty_like(source)
-    return rate(lambda: target.copy_(source), 2 * COPY_BYTES[device.type], device)
+    return {"bytes": lambda: block([lambda: target.copy_(source)], device) / (2 * COPY_BYTES[device.type])}
 
 
-def memory_rate(device: torch.device) -> float:
-    """The limit for what reads weights: bytes per second that a CPU reads in a dot product, or that a GPU copies."""
+def reading(device: torch.device) -> Blocks:
+    """The limit for what reads weights: seconds for a byte that a CPU reads in a dot product, or that a GPU copies."""
     if device.type == "cuda":
-        return copy_rate(device)
+        return copying(device)
     x = torch.ones(READ_BYTES // 4)
-    return rate(lambda: torch.dot(x, x), READ_BYTES, device)
+    return {"bytes": lambda: block([lambda: torch.dot(x, x)], device) / READ_BYTES}
 
 
-def product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP per second of torch's product of square matrices: the limit for what multiplies."""
+def multiplying(device: torch.device, dtype: torch.dtype) -> Blocks:
+    """The limit for what multiplies: seconds for a FLOP of torch's product of square matrices."""
     size = PRODUCT_SIZE[device.type]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return rate(lambda: a @ b, 2 * size**3, device)
+    return {"FLOP": lambda: block([lambda: a @ b], device) / (2 * size**3)}
+
+
+@dataclass
+class Table:
+    """What one comparison measured."""
+
+    title: str
+    tokens: int | None  # of a call of the last section
+    limits: dict[str, float]  # by section: the seconds that the machine's rate allows
+    seconds: dict[str, dict[str, list[float]]]  # by program and section, in each turn
+    not_run: dict[str, str]  # by program: why
+    rates: dict[str, float] = field(default_factory=dict)  # bytes or FLOP per second, measured in the same turns
+
+    def medians(self, program: str) -> dict[str, float]:
+        """Seconds by section."""
+        return {section: statistics.median(seconds) for section, seconds in self.seconds[program].items()}
+
+    def shares_of_limit(self, program: str) -> str:
+        """How much of the speed that the limit allows a program reaches, for each section with a limit."""
+        medians = self.medians(program)
+        return ", ".join(f"{limit / medians[section]:.0%}" for section, limit in self.limits.items())
+
+    def rows(self) -> list[dict[str, str]]:
+        """Medians of each program, and its speed relative to the first one's in the last section: the median and the
+        range of the ratios within turns.
+        """
+        rows = []
+        first = next(iter(self.seconds), "")
+        for program, sections in self.seconds.items():
+            medians = self.medians(program)
+            last = [*sections][-1]
+            row = {"": program} | {f"{section}, ms": three_digits(1e3 * medians[section]) for section in sections}
+            if self.tokens is not None:
+                row["tokens/s"] = three_digits(self.tokens / medians[last])
+            if self.limits:
+                row["of the limit"] = self.shares_of_limit(program)
+            pairs = zip(self.seconds[first][last], sections[last], strict=True)
+            ratios = [first_seconds / seconds for first_seconds, seconds in pairs]
+            row[f"speed, times {first}"] = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            rows.append(row)
+        rows += [{"": f"limit: {rate / 1e9:,.4g} billion {unit} a second"} for unit, rate in self.rates.items()]
+        return rows + [{"": program, "ms": f"not run: {reason}"} for program, reason in self.not_run.items()]
 
 
 def compare(
-    title: str, makers: dict[str, Callable[[], Blocks]], limits: dict[str, float], turns: int, tokens: int | None = None
-) -> dict:
-    """Measure the programs, print a table in Markdown, and return it for a record.
+    title: str, makers: dict[str, Maker], work: dict[str, float], limit: Maker, turns: int, tokens: int | None = None
+) -> Table:
+    """Measure the programs, print the table in Markdown, and return it for a record.
 
-    limits: by section, the seconds that the machine's measured rates allow. tokens: of a call of the last section.
+    work: bytes or FLOP by section; `limit` makes the block for one of them, which takes turns with the programs: their
+    speed and the limit suffer alike from what else the machine does. tokens: of a call of the last section.
     """
-    seconds, failures = measure(makers, turns)
-    table = {"title": title, "tokens": tokens, "limits": limits, "seconds": seconds, "not_run": failures}
-    rows = program_rows(table)
+    seconds, failures = measure(makers | {"limit": limit}, turns)
+    rates = {unit: 1 / statistics.median(values) for unit, values in seconds.pop("limit", {}).items()}
+    limits = {section: amount / rate for rate in rates.values() for section, amount in work.items()}
+    table = Table(title, tokens, limits, seconds, failures, rates)
+    rows = table.rows()
     print(f"\n### {title}\n\n| {' | '.join(rows[0])} |\n|{'---|' * len(rows[0])}")
     for row in rows:
         print(f"| {' | '.join(row.values())} |", flush=True)
     if not sys.stdout.isatty():
-        print(json.dumps(table), flush=True)  # what is left if the benchmark is killed later
+        print(json.dumps(vars(table)), flush=True)  # what is left if the benchmark is killed later
     return table
-
-
-def program_rows(table: dict) -> list[dict[str, str]]:
-    """Medians of each program, and its speed relative to the first one's in the last section: the median and the range
-    of the ratios within turns.
-    """
-    rows = []
-    first = next(iter(table["seconds"]), "")
-    for name, sections in table["seconds"].items():
-        medians = {section: statistics.median(values) for section, values in sections.items()}
-        row = {"": name} | {f"{section}, ms": three_digits(1e3 * median) for section, median in medians.items()}
-        last = [*sections][-1]
-        if table["tokens"] is not None:
-            row["tokens/s"] = three_digits(table["tokens"] / medians[last])
-        if table["limits"]:
-            row["of the limit"] = shares_of_limit(table, name)
-        pairs = zip(table["seconds"][first][last], sections[last], strict=True)
-        ratios = [first_seconds / seconds for first_seconds, seconds in pairs]
-        row[f"speed, times {first}"] = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        rows.append(row)
-    return rows + [{"": name, "ms": f"not run: {reason}"} for name, reason in table["not_run"].items()]
-
-
-def shares_of_limit(table: dict, program: str) -> str:
-    """How much of the speed that the limit allows a program reaches, for each section with a limit."""
-    seconds = table["seconds"][program]
-    return ", ".join(f"{limit / statistics.median(seconds[name]):.0%}" for name, limit in table["limits"].items())
 
 
 def three_digits(value: float) -> str:
@@ -161,18 +174,16 @@ def three_digits(value: float) -> str:
     return f"{value:,.{decimals}f}"
 
 
-def run(measure: Callable[..., tuple[list[dict], dict[str, float]]], program: str) -> None:
-    """Call `measure` as the command line asks, which returns tables and the machine's rates, print them and exit."""
+def run(measure: Callable[..., list[Table]], program: str) -> None:
+    """Call `measure` as the command line asks, print the record of its tables and exit."""
     with exit_on_user_error():
-        tables, rates = call_with_flags(measure, prog=f"python -m {program}")
-        sys.exit(finish(tables, rates))
+        sys.exit(finish(call_with_flags(measure, prog=f"python -m {program}")))
 
 
-def finish(tables: list[dict], rates: dict[str, float]) -> int:
+def finish(tables: list[Table]) -> int:
     """Print the record of a benchmark, unless to a terminal; the exit status, 1 if something did not run."""
-    machine = {"device": device_name(default_device()), "processor": processor(), "threads": torch.get_num_threads()}
-    machine |= {"torch": torch.__version__, "python": platform.python_version()}
-    command = shlex.join(["python", *sys.orig_argv[1:]])
     if not sys.stdout.isatty():
-        print(json.dumps({"command": command, "machine": machine | rates, "tables": tables}))
-    return int(any(table["not_run"] for table in tables))
+        command = shlex.join(["python", *sys.orig_argv[1:]])
+        where = machine(default_device()) | {"processor": device_model("cpu")}
+        print(json.dumps({"command": command, "machine": where, "tables": [vars(table) for table in tables]}))
+    return int(any(table.not_run for table in tables))

@@ -7,7 +7,7 @@ transformers' LLaMA of the same shape. They take turns in blocks of a few steps.
 import itertools
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,23 @@ from training.processes import Processes
 from training.settings import Settings, config_path, load_settings
 from training.step import train_step
 
-VARIANTS = {  # what `kernels.use` is told, and whether the model is compiled
-    "reference, eager": ("reference", False),
-    "torch.compile": ("reference", True),
-    "CPU functions": ("torch", False),
-    "Triton": ("triton", False),
-    "Triton and torch.compile": ("triton", True),
-    TRANSFORMERS: ("auto", False),
-    f"{TRANSFORMERS} and torch.compile": ("auto", True),
+
+class Variant(NamedTuple):
+    """A way to compute a training step."""
+
+    kernels: str  # what `kernels.use` is told
+    compiled: bool = False
+    ours: bool = True  # else transformers
+
+
+VARIANTS = {
+    "reference, eager": Variant("reference"),
+    "torch.compile": Variant("reference", compiled=True),
+    "CPU functions": Variant("torch"),
+    "Triton": Variant("triton"),
+    "Triton and torch.compile": Variant("triton", compiled=True),
+    TRANSFORMERS: Variant("auto", ours=False),
+    f"{TRANSFORMERS} and torch.compile": Variant("auto", compiled=True, ours=False),
 }
 TURNS = 10  # of 4 steps each
 
@@ -51,20 +60,19 @@ class TransformersBaseline(nn.Module):
             return self.model(input_ids=tokens, labels=tokens, shift_labels=targets, use_cache=False).loss
 
 
-def make_step(settings: Settings, variant: str, device: torch.device) -> timing.Blocks:
+def make_step(settings: Settings, variant: Variant, device: torch.device) -> timing.Blocks:
     """The block of training steps on random tokens, of one micro-batch each."""
-    choice, compiled = VARIANTS[variant]
-    kernels.use(choice, device)
+    kernels.use(variant.kernels, device)
     dtype = choose_dtype(settings.machine.dtype, device)
-    if variant.startswith(TRANSFORMERS):
-        model = TransformersBaseline(settings.model, dtype).to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=settings.optimizer.learning_rate, fused=True)
-        run = torch.compile(model) if compiled else model
-    else:
+    if variant.ours:
         model = Decoder(settings.model, seed=1, compute_dtype=dtype).to(device)
         model.activation_checkpointing = settings.machine.activation_checkpointing
         optimizer = build_optimizer(model, settings.optimizer, device)
-        run = kernels.compile_model(model) if compiled else model
+        run = kernels.compile_model(model) if variant.compiled else model
+    else:
+        model = TransformersBaseline(settings.model, dtype).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=settings.optimizer.learning_rate, fused=True)
+        run = torch.compile(model) if variant.compiled else model
     scaler = torch.amp.GradScaler(device.type, enabled=False)
     shape = (2, settings.data.micro_batch(), settings.data.sequence_length)
     batch = [*torch.randint(settings.model.vocab_size, shape, pin_memory=device.type == "cuda")]  # tokens, targets
@@ -73,7 +81,7 @@ def make_step(settings: Settings, variant: str, device: torch.device) -> timing.
         train_step(run, [batch], optimizer, scaler, settings.optimizer.clip, Processes(), device)
 
     def use_and_time() -> float:
-        kernels.use(choice, device)
+        kernels.use(variant.kernels, device)
         return timing.block([step], device)
 
     return {"step": use_and_time}
@@ -81,24 +89,27 @@ def make_step(settings: Settings, variant: str, device: torch.device) -> timing.
 
 def compare(
     config: str, changes: dict[str, Any], norms: Sequence[str], variants: Sequence[str], turns: int = TURNS
-) -> dict:
+) -> timing.Table:
     """Time every norm in every variant of a changed configuration, and print a table; returns it for a record."""
     keep_freed_memory()
-    if any(variant.startswith(TRANSFORMERS) for variant in variants):
-        changes = {**changes, "optimizer": "adamw"}  # that of transformers' users
+    if not all(VARIANTS[name].ours for name in variants):
+        changes = {**changes, "optimizer": "adamw"}  # that of transformers' users, for all variants
     settings = replace_settings(load_settings(config_path(config)), changes)
     device = timing.default_device()
     makers = {}
-    for norm, variant in itertools.product(norms, variants):
-        if variant.startswith(TRANSFORMERS) and norm != "rms":
-            continue
-        name = variant if variant.startswith(TRANSFORMERS) else f"{variant}, {norm}"
-        makers[name] = partial(make_step, replace_settings(settings, {"norm": norm}), variant, device)
-    length, dtype = settings.data.sequence_length, choose_dtype(settings.machine.dtype, device)
+    for norm, name in itertools.product(norms, variants):
+        variant = VARIANTS[name]
+        step = partial(make_step, replace_settings(settings, {"norm": norm}), variant, device)
+        if variant.ours:
+            makers[f"{name}, {norm}"] = step
+        elif norm == "rms":
+            makers[name] = step
+    length = settings.data.sequence_length
+    dtype = choose_dtype(settings.machine.dtype, device)
     tokens = settings.data.micro_batch() * length
-    flops = tokens * flops_per_token(settings.model, length)
-    limits = {"step": flops / timing.product_rate(device, dtype)}
-    return timing.compare(f"training {config}, {str(dtype)[6:]}", makers, limits, turns, tokens)  # without "torch."
+    work = {"step": tokens * flops_per_token(settings.model, length)}
+    title = f"training {config}, {settings.optimizer.optimizer}, {str(dtype).removeprefix('torch.')}"
+    return timing.compare(title, makers, work, partial(timing.multiplying, device, dtype), turns, tokens)
 
 
 def measure(
@@ -106,7 +117,7 @@ def measure(
     dtypes: tuple[str, ...] = ("auto",),
     norms: tuple[str, ...] = ("rms", "layer"),
     variants: tuple[Literal[*VARIANTS], ...] = (),
-) -> tuple[list[dict], dict[str, float]]:
+) -> list[timing.Table]:
     """Time training steps in every variant of the code, side by side.
 
     Args:
@@ -114,8 +125,8 @@ def measure(
         variants: By default those of this device without transformers.
     """
     ours = "triton" if timing.default_device().type == "cuda" else "torch"
-    usual = [name for name, (choice, _) in VARIANTS.items() if choice in ("reference", ours)]
-    return [compare(config, {"dtype": dtype}, norms, variants or usual) for dtype in dtypes], {}
+    usual = [name for name, variant in VARIANTS.items() if variant.kernels in ("reference", ours)]
+    return [compare(config, {"dtype": dtype}, norms, variants or usual) for dtype in dtypes]
 
 
 if __name__ == "__main__":

@@ -4,6 +4,11 @@ A model is written as the llama.cpp architecture that computes the same function
 else is refused. Tensors are converted and written one at a time.
 """
 
+if __name__ == "__main__":
+    from errors import run_main
+
+    run_main("contrib.gguf")
+
 import contextlib
 import dataclasses
 import os
@@ -11,15 +16,6 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
-
-if __name__ == "__main__":  # installs the error handler, then imports itself: it handles the slow imports, too
-    from errors import exit_on_user_error
-
-    with exit_on_user_error():
-        from contrib.gguf import main
-        from flags import call_with_flags
-
-        sys.exit(call_with_flags(main, prog="python -m contrib.gguf"))
 
 import gguf
 import numpy as np
@@ -40,7 +36,6 @@ from model.config import ModelConfig
 from model.rope import frequencies
 
 ARCHITECTURES = ("llama", "qwen3", "stablelm")  # model types that are architectures of llama.cpp under the same name
-DISTINCTIVE = ("norm", "norm_bias", "norm_placement", "mlp", "qk_norm", "head_dim", "attention_output_bias")
 ROPE_TYPES = ("llama3", "linear")  # scalings of the rotary frequencies that a factor for each frequency expresses
 # --dtype -> llama.cpp's name of it. Q8_0: 8 bits, with a float16 scale for each 32 weights of a row.
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}
@@ -102,9 +97,8 @@ def choose_architecture(config: ModelConfig) -> str:
     """The architecture of llama.cpp that computes the same function; `UserError` if there is none."""
     architecture = choose_model_type(config)
     if architecture not in ARCHITECTURES:
-        values = {name: getattr(config, name) for name in DISTINCTIVE}
-        unusual = [name for name in DISTINCTIVE if name == "norm" or values[name] != getattr(ModelConfig(), name)]
-        model = ", ".join(f"{name} = {values[name]}" for name in unusual)
+        fields = ("norm", "norm_bias", "norm_placement", "mlp", "qk_norm", "head_dim", "attention_output_bias")
+        model = ", ".join(f"{name} = {getattr(config, name)}" for name in fields)
         raise UserError(f"llama.cpp has no architecture for a model with {model}; it has {', '.join(ARCHITECTURES)}.")
     if architecture == "qwen3" and config.attention_output_bias:
         raise UserError("llama.cpp's qwen3 has no bias of the attention output: this model cannot be written.")
@@ -130,11 +124,11 @@ def gguf_tensors(checkpoint: Checkpoint, architecture: str) -> dict[str, Tensor]
         for name in zero_biases(config):
             tensors[name] = torch.zeros(config.hidden_size)
     name_map = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
-    tensors = {name_map.get_name(name, (".weight", ".bias")): tensor for name, tensor in tensors.items()}
+    renamed = {name_map.get_name(name, (".weight", ".bias")): tensor for name, tensor in tensors.items()}
     if config.rope_scaling is not None:
         unscaled = frequencies(dataclasses.replace(config, rope_scaling=None))
-        tensors["rope_freqs.weight"] = unscaled / frequencies(config)  # llama.cpp divides the frequencies by them
-    return tensors
+        renamed["rope_freqs.weight"] = unscaled / frequencies(config)  # llama.cpp divides the frequencies by them
+    return renamed
 
 
 def add_tensors(writer: GGUFWriter, tensors: dict[str, Tensor], dtype: str) -> None:

@@ -1,85 +1,149 @@
-"""What programs make of a model, for `contrib.same`. Nothing is downloaded, and no code of a checkpoint is executed.
+"""Programs that open a model, and where their answers part from those of this program: the work of `contrib.same`.
 
-A program is a generator of (question, answer) pairs. It may raise an exception at any of them: a model that it refuses
-can have a tokenizer that it opens. Another Python, with another transformers but without the packages of this project,
-runs this file as `python -m contrib.programs QUESTIONS.json ANSWERS.npz`: so each function imports what it needs.
+Another Python, with another transformers but without most packages of this project, runs this file, too: so each
+program imports what it needs.
 """
 
 import contextlib
-import importlib.util
+import io
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import torch
+from torch import Tensor
 
-Answers = Iterator[tuple[str, object]]
-REFUSALS = (ImportError, OSError, ValueError)  # another exception of a program is a crash
+from checkpoints.find import find_adapter, find_checkpoint, tokenizer_directory
+from errors import UserError
 
-
-def open_programs(place: str, questions: dict, pythons: tuple[str, ...]) -> Iterator[Answers]:
-    """The programs that open a directory, this one first, or a GGUF file; `pythons` have another transformers."""
-    from checkpoints.find import find_adapter, find_checkpoint, tokenizer_directory
-    from errors import UserError
-
-    if place.endswith(".gguf"):
-        if not Path(place).is_file():
-            raise UserError(f"{place} does not exist; give a GGUF file.")
-        files = {"model": str(Path(place).absolute().parent), "gguf_file": Path(place).name}
-    else:
-        yield prenorm(questions, place)
-        model, adapter = find_adapter(find_checkpoint(place))
-        paths = {"model": model, "tokenizer": tokenizer_directory(model, adapter), "adapter": adapter}
-        files = {name: str(path.absolute()) for name, path in paths.items() if path is not None}
-    if importlib.util.find_spec("transformers"):
-        yield transformers(questions, **files)
-    for python in pythons:
-        yield another_python(questions, python, files)
-    if importlib.util.find_spec("llama_cpp"):
-        yield llama_cpp(questions, place)
+REFUSALS = (ImportError, OSError, UserError, ValueError)  # another exception of a program is a crash
 
 
-def tokenizer_answers(questions: dict, encode: Callable, render: Callable, template_error: type = Exception) -> Answers:
-    """Ids of texts, and text and ids of the conversations that the template does not refuse with `template_error`."""
-    yield "ids of texts", {text: encode(text, False) for text in questions["texts"]}
-    yield "ids with BOS", encode("a", True)
+@dataclass
+class Questions:
+    """What every program is asked, and what this one answers."""
+
+    texts: list[str]
+    conversations: list[list[dict]]
+    end_ids: list[int]
+    ids: list[int]
+    positions: list[int]  # at which logits are compared
+    tolerances: list[float]  # of these logits, relative to their norm
+    answers: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass
+class Program:
+    """A program that has opened the tokenizer of a model; it may refuse the network."""
+
+    name: str
+    encode: Callable[[str, bool], list[int]]  # ids of a text, with or without BOS; special tokens in it are text, too
+    render: Callable[[list[dict]], tuple[str, list[int]]]  # text and ids of a conversation
+    # The ids that end a text, the sampling, and a function: logits (P, V) of ids at P positions.
+    open_network: Callable[[], tuple[list[int], dict | None, Callable[[list[int], list[int]], Tensor]]]
+    template_error: type = Exception  # with which a chat template refuses a conversation
+
+
+def ask(program: Program, questions: Questions) -> Iterator[tuple[str, object]]:
+    """Each question with the program's answer, or None where it has none."""
+    yield "ids of texts", {text: program.encode(text, False) for text in questions.texts}
+    yield "ids with BOS", program.encode("a", True)
     conversations = {}
-    for i, messages in enumerate(questions["conversations"], 1):
-        with contextlib.suppress(template_error):
-            text, ids = render(messages)
+    for i, messages in enumerate(questions.conversations, 1):
+        with contextlib.suppress(program.template_error):
+            text, ids = program.render(messages)
             conversations[f"conversation {i}"] = {"text": text, "ids": ids}
     yield "conversations", conversations
-
-
-def network_answers(questions: dict, predict: Callable[[list[int], np.ndarray], np.ndarray]) -> Answers:
-    """Logits, loss and greedy tokens; `predict` computes the logits (P, V) of ids at P positions."""
-    ids, positions = questions["ids"], questions["positions"]
-    logits = predict(ids, positions)
+    end_ids, sampling, predict = program.open_network()
+    yield "EOS", sorted(end_ids)
+    yield "sampling", sampling
+    logits = predict(questions.ids, questions.positions)
     yield "logits", logits
-    targets = torch.tensor(ids)[positions + 1]
-    yield "loss per token", torch.nn.functional.cross_entropy(torch.tensor(logits).double(), targets).item()
-    greedy = ids[:8]
+    targets = torch.tensor([questions.ids[position + 1] for position in questions.positions])
+    yield "loss per token", torch.nn.functional.cross_entropy(logits.double(), targets).item()
+    ids = questions.ids[:8]
     for _ in range(10):
-        greedy = [*greedy, int(predict(greedy, np.array([len(greedy) - 1])).argmax())]
-    yield "greedy tokens", greedy[8:]
+        ids = [*ids, predict(ids, [len(ids) - 1]).argmax().item()]
+    yield "greedy tokens", ids[8:]
 
 
-def prenorm(questions: dict, place: str) -> Answers:
+def compare(open_program: Callable, place: str, questions: Questions) -> tuple[str, dict[str, str]]:
+    """The program's name, and by question "equal", "not asked", "refused", or where its answer parts from ours."""
+    name = open_program.__name__
+    cells = {"opens": "equal"} | dict.fromkeys(questions.answers, "refused")
+    tolerances = torch.tensor(questions.tolerances) * questions.answers["logits"].norm(dim=1)
+    # Each error is at most sqrt(2) of its logits', and independent: that of the mean is the root mean square / sqrt(n).
+    loss_tolerance = (2 * tolerances.square().mean() / len(tolerances)).sqrt()
+    try:
+        program = open_program(place, questions)
+        name = program.name
+        for question, theirs in ask(program, questions):
+            ours = questions.answers[question]
+            if question == "logits":
+                cells[question] = logits_difference(questions.positions, tolerances, ours, theirs)
+            elif question == "loss per token" and abs(theirs - ours) <= loss_tolerance:
+                cells[question] = "equal"
+            else:
+                cells[question] = "not asked" if theirs is None else difference(ours, theirs)
+    except Exception as error:
+        word = "refused" if isinstance(error, REFUSALS) else f"crashed: {type(error).__name__}"
+        cells["opens"] = f"{word}: {str(error).partition(chr(10))[0]:.120}"
+    return name, cells
+
+
+def compare_elsewhere(python: str, place: str, questions: Questions) -> tuple[str, dict[str, str]]:
+    """Compare with transformers in another Python."""
+    asked = io.BytesIO()
+    torch.save({"place": place, "questions": vars(questions)}, asked)
+    command = [python, "-m", "contrib.programs"]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, input=asked.getvalue(), capture_output=True, env=environment)
+    if done.returncode:
+        return python, {"opens": f"crashed: {done.stderr.decode().strip().splitlines()[-1]}"}
+    name, cells = json.loads(done.stdout.splitlines()[-1])
+    return f"{name} ({python})", cells
+
+
+def logits_difference(positions: list[int], tolerances: Tensor, ours: Tensor, theirs: Tensor) -> str:
+    """Where logits (P, V) part first, or "equal"."""
+    if ours.shape != theirs.shape:
+        return f"ours {ours.shape[1]} logits, theirs {theirs.shape[1]}"
+    differs = ~((theirs - ours).norm(dim=1) <= tolerances)  # a distance that is not a number differs
+    if not differs.any():
+        return "equal"
+    row = differs.tolist().index(True)
+    token = (theirs[row] - ours[row]).abs().argmax()
+    return f"position {positions[row]}, token {token}: ours {ours[row, token]:.5g}, theirs {theirs[row, token]:.5g}"
+
+
+def difference(ours: object, theirs: object) -> str:
+    """Where two answers part first, with both sides; or "equal"."""
+    if ours == theirs:
+        return "equal"
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        key = next(key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key))
+        return f"{key!r:.24} {difference(ours.get(key, 'refused'), theirs.get(key, 'refused'))}"
+    if type(ours) is type(theirs) and isinstance(ours, str | list):
+        start = len(os.path.commonprefix([ours, theirs]))  # noqa: RUF071 - no paths
+        return f"from {start}: ours {ours[start:]!r:.24}, theirs {theirs[start:]!r:.24}"
+    return f"ours {ours!s:.24}, theirs {theirs!s:.24}"
+
+
+def prenorm(place: str, _: Questions) -> Program:
     """This program."""
-    from checkpoints.find import find_checkpoint
     from checkpoints.pretrained import load_pretrained
     from data.chat import BREAK, ChatFormat
     from data.tokenizer import encode_prompt
-    from errors import UserError
     from generation.load import open_model
     from generation.settings import Sampling, recommended_sampling
 
     directory = find_checkpoint(place)
-    checkpoint, tokenizer, ends = open_model(directory)
+    checkpoint, tokenizer, end_ids = open_model(directory)
 
     def encode(text: str, with_bos: bool) -> list[int]:
         return encode_prompt(tokenizer, text) if with_bos else tokenizer.encode(text)
@@ -88,24 +152,30 @@ def prenorm(questions: dict, place: str) -> Answers:
         text = ChatFormat(tokenizer).render(messages)
         return text.replace(BREAK, ""), tokenizer.encode_special(text, BREAK).ids
 
-    yield from tokenizer_answers(questions, encode, render, UserError)
-    yield "EOS", sorted(ends)
-    yield "sampling", vars(recommended_sampling(directory) or Sampling(temperature=0))
-    decoder = load_pretrained(checkpoint, cast=True).eval().requires_grad_(False)
-    yield from network_answers(questions, lambda ids, positions: decoder(torch.tensor([ids]))[0, positions].numpy())
+    def open_network() -> tuple:
+        sampling = vars(recommended_sampling(directory) or Sampling(temperature=0))
+        decoder = load_pretrained(checkpoint, cast=True).eval().requires_grad_(False)
+        return end_ids, sampling, lambda ids, at: decoder(torch.tensor([ids]))[0, at]
+
+    return Program("prenorm", encode, render, open_network, UserError)
 
 
-def transformers(
-    questions: dict, model: str, tokenizer: str | None = None, adapter: str | None = None, **options: str
-) -> Answers:
+def transformers(place: str, _: Questions) -> Program:
     """transformers, with PEFT for an adapter."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, __version__, logging
+    from transformers import AutoModelForCausalLM, AutoTokenizer, __version__
 
-    yield "program", f"transformers {__version__}"
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    options |= {"local_files_only": True, "trust_remote_code": False}
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer or model, **options)
+    name = f"transformers {__version__}"
+    options = {"local_files_only": True, "trust_remote_code": False}
+    if place.endswith(".gguf"):
+        model, adapter = Path(place).parent, None
+        options["gguf_file"] = Path(place).name
+    else:
+        model, adapter = find_adapter(find_checkpoint(place))
+    if adapter is not None:
+        import peft
+
+        name = f"peft {peft.__version__}, {name}"
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory(model, adapter), **options)
 
     def encode(text: str, with_bos: bool) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=with_bos, split_special_tokens=True)
@@ -114,58 +184,29 @@ def transformers(
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         return text, tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
-    yield from tokenizer_answers(questions, encode, render)
-    decoder = AutoModelForCausalLM.from_pretrained(model, torch_dtype=torch.float32, use_safetensors=True, **options)
-    config = decoder.generation_config
-    yield "EOS", sorted(np.atleast_1d(config.eos_token_id).tolist())
-    sampling = {"repetition_penalty": 1.0, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
-    sampling |= {name: getattr(config, name) for name in sampling if getattr(config, name) is not None}
-    if not config.do_sample:
-        sampling |= {"temperature": 0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    yield "sampling", sampling
-    if adapter is not None:
-        import peft
+    def open_network() -> tuple:
+        weights = {"torch_dtype": torch.float32, "use_safetensors": True}
+        decoder = AutoModelForCausalLM.from_pretrained(model, **weights, **options)
+        config = decoder.generation_config
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        sampling = {"repetition_penalty": 1.0, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
+        sampling |= {name: getattr(config, name) for name in sampling if getattr(config, name) is not None}
+        if not config.do_sample:
+            sampling |= {"temperature": 0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        if adapter is not None:
+            decoder = peft.PeftModel.from_pretrained(decoder, adapter)
+        decoder.eval().requires_grad_(False)
+        return ends, sampling, lambda ids, at: decoder(torch.tensor([ids]), logits_to_keep=torch.tensor(at)).logits[0]
 
-        yield "program", f"peft {peft.__version__}, transformers {__version__}"
-        decoder = peft.PeftModel.from_pretrained(decoder, adapter)
-    decoder.eval().requires_grad_(False)
-
-    def predict(ids: list[int], positions: np.ndarray) -> np.ndarray:
-        return decoder(torch.tensor([ids]), logits_to_keep=torch.tensor(positions)).logits[0].numpy()
-
-    yield from network_answers(questions, predict)
+    return Program(name, encode, render, open_network)
 
 
-def another_python(questions: dict, python: str, files: dict[str, str]) -> Answers:
-    """transformers in another Python."""
-    yield "program", python
-    with tempfile.TemporaryDirectory() as folder:
-        asked, answered = Path(folder, "questions.json"), Path(folder, "answers.npz")
-        asked.write_text(json.dumps({"questions": questions, **files}, default=np.ndarray.tolist), encoding="utf-8")
-        command = [python, "-m", "contrib.programs", asked, answered]
-        done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, encoding="utf-8")
-        answers = {}
-        if answered.is_file():
-            with np.load(answered) as arrays:
-                answers = {name: array if array.ndim else json.loads(str(array)) for name, array in arrays.items()}
-    refusal = answers.pop("refused", None)
-    yield "program", f"{answers.pop('program', 'transformers')} ({python})"
-    yield from answers.items()
-    if refusal is not None:
-        raise ValueError(refusal)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().split("\n")[-1])
-
-
-def llama_cpp(questions: dict, place: str) -> Answers:
+def llama_cpp(place: str, questions: Questions) -> Program:
     """llama.cpp in its Python package, for which a directory is written as a GGUF file."""
     from llama_cpp import Llama, __version__, llama_vocab_is_eog
     from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
-    from checkpoints.find import find_checkpoint
-
-    yield "program", f"llama-cpp-python {__version__}"
-    context = len(questions["ids"])
+    context = len(questions.ids)
     options = {"logits_all": True, "type_k": 0, "type_v": 0, "use_mmap": False, "verbose": False}
     with tempfile.TemporaryDirectory() as folder:
         if not place.endswith(".gguf"):
@@ -176,33 +217,23 @@ def llama_cpp(questions: dict, place: str) -> Answers:
         model = Llama(place, n_ctx=context, n_batch=context, **options)
     bos, eos = (model._model.token_get_text(token) for token in (model.token_bos(), model.token_eos()))
 
-    def encode(text: str, with_bos: bool) -> list[int]:
-        return model.tokenize(text.encode(), add_bos=with_bos)
+    def encode(text: str, with_bos: bool, special: bool = False) -> list[int]:
+        return model.tokenize(text.encode(), add_bos=with_bos, special=special)
 
     def render(messages: list[dict]) -> tuple[str, list[int]]:
         text = Jinja2ChatFormatter(model.metadata["tokenizer.chat_template"], eos, bos)(messages=messages).prompt
-        return text, model.tokenize(text.encode(), add_bos=False, special=True)
+        return text, encode(text, with_bos=False, special=True)
 
-    def predict(ids: list[int], positions: np.ndarray) -> np.ndarray:
+    def predict(ids: list[int], positions: list[int]) -> Tensor:
         model.reset()
         model.eval(ids)
-        return model.scores[positions]
+        return torch.tensor(model.scores[positions])
 
-    yield from tokenizer_answers(questions, encode, render)
     # Some ids end a text there because of their names: it is asked only about those that end one here.
-    yield "EOS", [token for token in questions["EOS"] if llama_vocab_is_eog(model._model.vocab, token)]
-    yield "sampling", None
-    yield from network_answers(questions, predict)
+    end_ids = [token for token in questions.end_ids if llama_vocab_is_eog(model._model.vocab, token)]
+    return Program(f"llama-cpp-python {__version__}", encode, render, lambda: (end_ids, None, predict))
 
 
 if __name__ == "__main__":
-    arguments = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    arguments["questions"]["positions"] = np.array(arguments["questions"]["positions"])
-    answers = {}
-    try:
-        for name, answer in transformers(**arguments):
-            answers[name] = answer
-    except REFUSALS as error:
-        answers["refused"] = str(error)
-    finally:
-        np.savez(sys.argv[2], **{name: a if name == "logits" else json.dumps(a) for name, a in answers.items()})
+    asked = torch.load(io.BytesIO(sys.stdin.buffer.read()))
+    print(json.dumps(compare(transformers, asked["place"], Questions(**asked["questions"]))))

@@ -5,7 +5,6 @@ Claims that need no run are in claims.md alone.
 """
 
 import itertools
-import json
 import math
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -17,14 +16,15 @@ from ablation.plan import arm_settings
 from ablation.report import MISSING, with_interval
 from ablation.stats import MIN_PAIRS_FOR_EQUIVALENCE, Effect, mean_effect
 from ablation.study import Study
-from files import read_toml
+from benchmarks.timing import Table
+from files import read_json, read_toml
 from studies.effects import load_study
 
 CLAIMS = Path(__file__).with_suffix(".toml")
 SPEED = CLAIMS.parent.parent / "speed"
 NORMS = ("rms", "layer")
 TIMES = "training-norms-amd-epyc"  # the record of a training step with both norms
-VERDICTS = ("does not hold", "inconclusive", "holds")  # the first of these counts where there are several effects
+VERDICTS = ("does not hold", "inconclusive", "holds")  # a claim about several effects gets the first of theirs
 
 
 def claim_rows(*studies: str) -> list[dict[str, str]]:
@@ -41,7 +41,8 @@ def claim_row(name: str, claim: dict, effects_by_page: dict[str, list[Effect]]) 
     holds_if = bounds if math.isfinite(high) else f"above {low:g}"
     row = {"": name, "claim": claim["text"], "measured": MISSING, "holds if": holds_if, "verdict": "not measured"}
     for page, measured in effects_by_page.items():
-        named = [effect for effect in measured if any(fnmatchcase(effect.name, name) for name in claim["effects"])]
+        patterns = claim["effects"]
+        named = [effect for effect in measured if any(fnmatchcase(effect.name, pattern) for pattern in patterns)]
         if named:
             deciding = min(named, key=lambda effect: VERDICTS.index(judge(effect, low, high)))
             # Two digits: further digits of so small a number differ between processors.
@@ -72,7 +73,8 @@ def measured_effects(study: Study) -> list[Effect]:
 
 def sweeps(study: Study) -> Iterator[Effect]:
     """For each setting, how much more the losses of arms with one of its values vary over the learning rates than those
-    of arms with its first value. A seed with a diverged run is left out: leaving out the learning rate would flatter.
+    of arms with its first value. A seed with a diverged run is left out: without that run alone, its losses
+    would seem to vary less.
     """
     losses = study.rows[study.rows.phase == "sweep"].groupby(["arm", "seed"], observed=True)[study.loss_column]
     ranges = (losses.max() - losses.min()).where(losses.count() == losses.size()).unstack("seed")
@@ -98,16 +100,16 @@ def streams(study: Study) -> Iterator[Effect]:
             yield mean_effect(f"cosine without mean: {name}", (1 - rows.cosine_with_ones**2) ** 0.5, "")
 
 
-def read_speed(record: str) -> list[dict]:
+def read_speed(record: str) -> list[Table]:
     """The tables of a record in speed/."""
-    return json.loads((SPEED / f"{record}.json").read_text(encoding="utf-8"))["tables"]
+    return [Table(**table) for table in read_json(SPEED / f"{record}.json")["tables"]]
 
 
 def norm_times(record: str, section: str) -> dict[str, Effect]:
     """RMSNorm's time over LayerNorm's for each variant of the code: means over the tables, each of one process, of the
     median ratio within turns.
     """
-    processes = [table["seconds"] for table in read_speed(record)]
+    processes = [table.seconds for table in read_speed(record)]
     effects = {}
     for variant in (name.removesuffix(", rms") for name in processes[0] if name.endswith(", rms")):
         rms, layer = (np.array([times[f"{variant}, {norm}"][section] for times in processes]) for norm in NORMS)

@@ -10,6 +10,11 @@ Measured is the loss at the end. With ", centered" behind it, the weights that w
 the norm. With bias and centered weights nothing is lost, unless the embedding is tied to the head.
 """
 
+if __name__ == "__main__":
+    from errors import run_main
+
+    run_main("studies.convert")
+
 import contextlib
 import dataclasses
 import tempfile
@@ -22,9 +27,8 @@ from ablation import report, study
 from ablation.plan import Plan, Run, load_plan, replace_settings, run_settings
 from ablation.records import Row, append_rows, read_rows
 from ablation.run import make_row
-from errors import exit_on_user_error, printable
+from errors import printable
 from files import locked
-from flags import call_with_flags
 from model.decoder import center_residual_writers
 from training.checkpoint import load_moments, read_state
 from training.loop import save, train_steps
@@ -81,8 +85,3 @@ def main(folder: tyro.conf.Positional[Path], device: str = "auto") -> None:
         finished = study.load(folder)
         path = report.write(finished, folder)
     print(*report.headline(finished), printable(f"report: {path}"), sep="\n")
-
-
-if __name__ == "__main__":
-    with exit_on_user_error():
-        call_with_flags(main, prog="python -m studies.convert")

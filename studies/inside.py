@@ -4,6 +4,11 @@ Without a text it draws how the stream of a run with RMSNorm grows from block to
 norm's division, on 4,096 tokens of the source of Python's argparse.
 """
 
+if __name__ == "__main__":
+    from errors import run_main
+
+    run_main("studies.inside")
+
 import argparse
 from pathlib import Path
 from typing import Literal
@@ -16,8 +21,7 @@ from ablation.plots import COLOURS, panels
 from checkpoints.find import find_checkpoint
 from checkpoints.pretrained import load_pretrained
 from data.tokenizer import load_tokenizer
-from errors import UserError, exit_on_user_error, printable
-from flags import call_with_flags
+from errors import UserError, printable
 from model.inspect import Inspection, inspect
 
 LEGENDS = {
@@ -76,8 +80,3 @@ def main(
         figure = growth(torch.cat(rms, dim=1), decoder.config.norm_eps)
     figure.savefig(out)
     print(printable(f"written: {out}"))
-
-
-if __name__ == "__main__":
-    with exit_on_user_error():
-        call_with_flags(main, prog="python -m studies.inside")

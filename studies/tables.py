@@ -10,7 +10,7 @@ import pandas as pd
 from ablation.report import table, with_interval
 from ablation.stats import Effect
 from ablation.study import Study
-from benchmarks.timing import shares_of_limit, three_digits
+from benchmarks.timing import three_digits
 from files import replace_text
 from studies.claims import claim_rows, norm_times, read_speed
 from studies.effects import CONTRASTS, contrasts, load_study, pairs_at_5e_4, pooled, title
@@ -63,15 +63,15 @@ def speed_rows(record: str, unit: str, *words: str) -> list[dict]:
     """A row for each table of a record whose title has the words: the speed or time of each program, the best bold."""
     rows, text = [], " ".join(words)
     for measured in read_speed(record):
-        if text not in measured["title"]:
+        if text not in measured.title:
             continue
-        row = {"": measured["title"].replace(text, "").strip(", ")}
-        medians = {name: statistics.median([*sections.values()][-1]) for name, sections in measured["seconds"].items()}
+        row = {"": measured.title.replace(text, "").strip(", ")}
+        medians = {name: statistics.median([*sections.values()][-1]) for name, sections in measured.seconds.items()}
         for name, seconds in medians.items():
-            cell = three_digits(measured["tokens"] / seconds if unit == "tokens/s" else seconds * UNITS[unit])
+            cell = three_digits(measured.tokens / seconds if unit == "tokens/s" else seconds * UNITS[unit])
             row[name] = f"**{cell}**" if seconds == min(medians.values()) else cell
-        if measured["limits"] and "ours" in measured["seconds"]:
-            row["ours, of the limit"] = shares_of_limit(measured, "ours")
+        if measured.limits and "ours" in measured.seconds:
+            row["ours, of the limit"] = measured.shares_of_limit("ours")
         rows.append(row)
     return rows
 

@@ -75,8 +75,8 @@ TABLE = r"""
 + tensor.unflatten(0, (-1, config.resolved_head_dim // 2, 2))
 ! contrib/test_gguf.py::test_the_file_computes_the_same_logits_by_the_conventions_of_llama_cpp
 @ contrib/same.py
-- "tolerances": 2 * 2.0**-24 *
-+ "tolerances": 2.0**-6 *
+- tolerances=[2 * 2.0**-24 *
++ tolerances=[2.0**-6 *
 ! contrib/test_same.py::test_a_fault_in_a_copy_is_named_in_all_programs
 @ contrib/programs.py
 - "trust_remote_code": False}

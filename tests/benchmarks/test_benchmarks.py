@@ -35,14 +35,19 @@ def test_blocks_take_turns_in_an_order_that_reverses_after_every_turn():
     assert seconds["c"] == {"1": [7, 17, 19, 29], "2": [8, 18, 20, 30]} and list(seconds) == list("abc")
 
 
+def limit():
+    """A limit of one unit a second."""
+    return {"bytes": lambda: 1.0}
+
+
 def test_what_cannot_run_is_left_out_with_its_reason_and_the_others_are_measured(capsys):
     def fail():
         raise ZeroDivisionError("none of this\nhere")
 
     makers = {"fails": fail, "late": lambda: {"part": fail}, "runs": lambda: {"part": lambda: 0.5}}
-    table = timing.compare("title", makers, {"part": 0.1}, 2)
-    assert table["seconds"] == {"runs": {"part": [0.5, 0.5]}}
-    assert table["not_run"] == dict.fromkeys(("fails", "late"), "ZeroDivisionError: none of this")
+    table = timing.compare("title", makers, {"part": 0.1}, limit, 2)
+    assert table.seconds == {"runs": {"part": [0.5, 0.5]}}
+    assert table.not_run == dict.fromkeys(("fails", "late"), "ZeroDivisionError: none of this")
     lines = capsys.readouterr().out.splitlines()
     assert "| late | not run: ZeroDivisionError: none of this |" in lines
 
@@ -50,21 +55,32 @@ def test_what_cannot_run_is_left_out_with_its_reason_and_the_others_are_measured
 def test_a_row_has_medians_tokens_per_second_share_of_the_limit_and_ratios_within_turns(capsys):
     values = {"a": iter([9, 0.02, 0.06, 0.04]), "b": iter([9, 0.01, 0.02, 0.04])}
     makers = {name: lambda name=name: {"step": lambda: next(values[name])} for name in values}
-    table = timing.compare("title", makers, {"step": 0.01}, 3, tokens=8)
-    assert table["seconds"]["b"] == {"step": [0.01, 0.02, 0.04]}
+    table = timing.compare("title", makers, {"step": 0.01}, limit, 3, tokens=8)
+    assert table.seconds["b"] == {"step": [0.01, 0.02, 0.04]}
     lines = capsys.readouterr().out.splitlines()
     assert "|  | step, ms | tokens/s | of the limit | speed, times a |" in lines
     assert "| b | 20.0 | 400 | 50% | 2.00 (1.00 to 3.00) |" in lines
 
 
 def test_published_records_look_like_what_a_benchmark_prints_today(capsys):
-    table = timing.compare("title", {"a": lambda: {"step": lambda: 0.1}}, {"step": 0.1}, 1)
-    assert timing.finish([table], {}) == 0
+    table = timing.compare("title", {"a": lambda: {"step": lambda: 0.1}}, {"step": 0.1}, limit, 1)
+    assert timing.finish([table]) == 0
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
     for path in (Path(__file__).parents[2] / "speed").glob("*.json"):
         record = json.loads(path.read_text(encoding="utf-8"))
-        assert record.keys() >= printed.keys() - {"command"} and record["machine"].keys() >= printed["machine"].keys()
-        assert all(measured.keys() == table.keys() for measured in record["tables"]), path
+        assert record.keys() >= printed.keys() - {"command"}
+        assert record["machine"].keys() >= printed["machine"].keys() - {"commit"}
+        assert all(measured.keys() == printed["tables"][0].keys() - {"rates"} for measured in record["tables"]), path
+
+
+def test_the_limit_is_measured_in_the_turns_of_the_programs_and_is_the_median_of_all():
+    order = []
+    values = iter([9.0, 1.0, 2.0, 4.0])  # seconds of a byte; the first call warms up
+    makers = {"a": lambda: {"step": lambda: order.append("a") or 0.5}}
+    turns = {"bytes": lambda: order.append("limit") or next(values)}
+    table = timing.compare("title", makers, {"step": 3.0}, lambda: turns, 3)
+    assert order[2:] == ["limit", "a", "a", "limit", "limit", "a"]
+    assert (table.limits, table.rates, [*table.seconds]) == ({"step": 6.0}, {"bytes": 0.5}, ["a"])
 
 
 CPU = torch.device("cpu")
@@ -81,15 +97,17 @@ def cases(monkeypatch) -> list[kernel_benchmarks.Case]:
 
 def test_the_baselines_of_a_case_compute_what_ours_does_and_are_timed_in_all_parts(cases, monkeypatch):
     monkeypatch.setattr(timing, "block", lambda calls, *_: [call() for call in calls] and 0.5)
+    monkeypatch.setattr(timing, "copying", lambda _: {"bytes": lambda: 1.0})
+    monkeypatch.setattr(timing, "multiplying", lambda *_: {"FLOP": lambda: 0.5})
     assert len(cases) == 8
     for case in cases:
         inputs = case.make()
         exact, *others = (run(*inputs)[0].double() for run in case.variants.values())
         assert all((other - exact).norm() / exact.norm() < 2e-2 for other in others) and len(others) >= 2, case.name
-        table = kernel_benchmarks.compare(case, CPU, copy=1.0, product=2.0)
-        assert table["limits"]["both"] == (case.flops / 2 if case.flops else sum(case.moved))
+        table = kernel_benchmarks.compare(case, CPU)
+        assert table.limits["both"] == (case.flops / 2 if case.flops else sum(case.moved))
         parts = dict.fromkeys(("forward", "backward", "both"), [0.5] * 5)
-        assert table["seconds"] == dict.fromkeys(case.variants, parts)
+        assert table.seconds == dict.fromkeys(case.variants, parts)
     # 2 + 1 heads read and written; then the same read, 1 of v too, and the packed gradient of all 4 written. With the
     # norms, q and k are read again.
     size, head = 2 * 6 * 64, 2 * 16 * 16  # bytes of the rows of a norm, and of a head of all tokens
@@ -118,7 +136,7 @@ def test_a_variant_runs_with_the_kernels_that_it_names(monkeypatch):
     small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64, "batch_size": 2}
     settings, used, cpu = replace_settings(Settings(), small), [], torch.device("cpu")
     monkeypatch.setattr(training, "train_step", lambda *_: used.append(kernels.implementation(cpu)))
-    variants = ("reference, eager", "CPU functions")
+    variants = (training.VARIANTS[name] for name in ("reference, eager", "CPU functions"))
     reference, functions = (training.make_step(settings, variant, cpu)["step"] for variant in variants)
     assert reference() > 0 and functions() > 0 and reference() > 0
     assert used[::4] == [kernels.reference, kernels.cpu, kernels.reference]  # a block calls it four times
@@ -126,16 +144,19 @@ def test_a_variant_runs_with_the_kernels_that_it_names(monkeypatch):
 
 def test_norms_take_turns_in_every_variant_and_transformers_has_rmsnorm_alone(monkeypatch):
     monkeypatch.setattr(training, "make_step", lambda *_: {"step": lambda: 0.1})
-    monkeypatch.setattr(training.timing, "product_rate", lambda *_: 1e12)
+    monkeypatch.setattr(timing, "multiplying", lambda *_: {"FLOP": lambda: 1e-12})
     variants = ["transformers", "CPU functions"]
-    table = training.compare("tiny", {"dtype": "float32"}, ["rms", "layer"], variants, 2)
-    assert [*table["seconds"]] == ["transformers", "CPU functions, rms", "CPU functions, layer"]
-    assert table["tokens"] == 8 * 512 and table["title"] == "training tiny, float32"
+    table = training.compare("tiny", {"dtype": "float32", "optimizer": "muon"}, ["rms", "layer"], variants, 2)
+    assert [*table.seconds] == ["transformers", "CPU functions, rms", "CPU functions, layer"]
+    assert table.tokens == 8 * 512 and table.title == "training tiny, adamw, float32"  # transformers has no Muon
+    table = training.compare("tiny", {"dtype": "float32", "optimizer": "muon"}, ["rms"], variants[1:], 2)
+    assert table.title == "training tiny, muon, float32"
 
 
-def test_a_program_that_is_not_there_is_refused_before_anything_is_measured(tmp_path):
-    with pytest.raises(UserError, match="is no program"):
-        decoding.measure(["26m"], [1], [1], ["float32"], decoding.USUAL, 1, 8, tmp_path)
+def test_a_program_that_is_not_there_and_a_single_token_are_refused_before_anything_is_measured(tmp_path):
+    for mistake, reason in (({"llama2c": tmp_path}, "is no program"), ({"tokens": 1}, "--tokens is 1: Expected")):
+        with pytest.raises(UserError, match=reason):
+            decoding.measure(**mistake)
 
 
 @pytest.mark.slow
@@ -145,10 +166,10 @@ def test_all_benchmarks_of_a_cpu_run_in_turns_and_the_record_comes_last(monkeypa
     program = tmp_path / "run"
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    monkeypatch.setattr(decoding, "measure", lambda shapes, *rest: measure(["260k"], *rest[:4], 1, 8, rest[-1]))
-    monkeypatch.setattr(training, "compare", lambda _, changes, *rest: compare("tiny", changes | tiny, *rest[:2], 1))
-    tables, rates = importlib.import_module("benchmarks.__main__").measure(program)
-    assert timing.finish(tables, rates) == 1  # llama2.c did not run
+    smaller = {"shapes": ["260k"], "turns": 1, "tokens": 8}
+    monkeypatch.setattr(decoding, "measure", lambda **named: measure(**named | smaller))
+    monkeypatch.setattr(training, "compare", lambda _, changes, *rest, turns: compare("tiny", changes | tiny, *rest, 1))
+    assert importlib.import_module("benchmarks.__main__").main(program) == 1  # llama2.c did not run
     printed = capsys.readouterr().out
     assert "| llama2.c | not run: TypeError" in printed
     *of_decoding, _, last = json.loads(printed.splitlines()[-1])["tables"]

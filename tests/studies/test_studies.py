@@ -12,6 +12,7 @@ import torch
 from ablation import study
 from ablation.plan import Plan, find_plan, load_plan, save_plan
 from ablation.stats import Effect, mean_effect
+from benchmarks.timing import Table
 from checkpoints.pretrained import save_pretrained
 from errors import UserError
 from model.inspect import inspect
@@ -59,7 +60,8 @@ def test_they_are_the_effects_of_a_grid_and_drawn_for_every_study():
 
 def test_times_are_means_over_processes_of_medians_of_ratios_within_turns(monkeypatch):
     processes = [([1, 1, 9], [2, 2, 2]), ([3, 3, 3], [4, 4, 4])]
-    tables = [{"seconds": {"eager, rms": {"step": rms}, "eager, layer": {"step": layer}}} for rms, layer in processes]
+    seconds = [{"eager, rms": {"step": rms}, "eager, layer": {"step": layer}} for rms, layer in processes]
+    tables = [Table("", None, {}, times, {}) for times in seconds]
     monkeypatch.setattr(claims, "read_speed", lambda _: tables)
     ratio = claims.norm_times("record", "step")["eager"]
     assert (ratio.name, ratio.estimate, ratio.n) == ("step: eager", 0.625, 2)  # the mean of 0.5 and 0.75
@@ -161,7 +163,7 @@ def test_a_branch_goes_on_exactly_where_its_model_was(config, tmp_path):
     arms["centered"] = layer | {"init_from": "quarter 2, centered"}
     rows = convert.train_models(make_plan(config, tmp_path, arms), 1, "cpu", tmp_path)
     trunk, same, with_bias, without, centered = (row.loss for row in rows)
-    assert 0 < abs(centered - trunk) < 1e-3  # LayerNorm computes the same with centered weights, until they are trained
+    assert 0 < abs(centered - trunk) < 2e-3  # LayerNorm computes the same with centered weights, until they are trained
     assert same == trunk and with_bias != trunk and abs(with_bias - trunk) < abs(without - trunk) < 0.5
     assert len({row.batches_hash for row in rows}) == len({row.tokens for row in rows}) == 1
     assert rows[0].curve[-1][0] == rows[1].curve[-1][0] and rows[1].curve[0][0] == 7
