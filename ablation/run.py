@@ -62,12 +62,13 @@ def make_row(session: Session, run: Run, hash_of_settings: str, workers: int, *,
     curve = [(step, loss) for step, loss in curve if math.isfinite(loss)]
     outcome |= {"curve": curve, "seconds": session.state.seconds, "tokens": session.state.tokens}
     # For the hashes all batches are read again, and the initial model is made again: training keeps neither.
-    batches = (array for step in range(session.state.step) for array in session.batch(step)[:2])
+    batches = map(session.batch, range(session.state.step))
+    ids = (array for batch in batches for array in (batch.inputs, batch.targets))
     with contextlib.redirect_stdout(None):
         initial = sorted(initial_model(session.settings, torch.float32).named_parameters())
     shared = ((name.encode(), weight.detach().numpy()) for name, weight in initial if not is_norm_parameter(name))
     hashes = {"settings_hash": hash_of_settings, "text_hash": session.corpus.text_hash}
-    hashes |= {"batches_hash": digest(batches), "weights_hash": digest(itertools.chain.from_iterable(shared))}
+    hashes |= {"batches_hash": digest(ids), "weights_hash": digest(itertools.chain.from_iterable(shared))}
     threads = None if session.device.type == "cuda" else torch.get_num_threads()
     machine = {"device": device_model(str(session.device)), "kernels": kernels.describe(session.device)}
     machine |= {"dtype": session.settings.machine.dtype, "threads": threads, "workers": workers}

@@ -91,9 +91,9 @@ def row_batches(rows: np.ndarray, batch_size: int) -> Iterator[Batch]:
 
 
 def batch_of(rows: np.ndarray) -> Batch:
-    """Inputs, targets and documents, int64; targets that are not learned are `IGNORED`."""
+    """Rows, see `Conversations.train`, as inputs and targets; those that are not learned are `IGNORED`."""
     ids, learned, documents = rows.astype(np.int64)
-    return ids[:, :-1], np.where(learned, ids, IGNORED)[:, 1:], documents[:, :-1]
+    return Batch(ids[:, :-1], np.where(learned, ids, IGNORED)[:, 1:], documents[:, :-1])
 
 
 def find_conversations(files: Sequence[TextFile]) -> str | None:

@@ -64,13 +64,13 @@ class Session:
         options = {"first": sequences_read + self.processes.rank * size, "size": size}
         batch = self.corpus.batch(seed=self.settings.run.seed, sequence_length=data.sequence_length, **options)
         length = sequence_length(step, self.steps, data)
-        return tuple(array.reshape(-1, length) for array in batch)
+        return Batch(*(array.reshape(-1, length) for array in batch if array is not None))
 
     def micro_batches(self, step: int) -> list[tuple[torch.Tensor, ...]]:
         """The same sequences, cut into what goes through the model at once; still on the host."""
         batch = self.batch(step)
         data = self.settings.data
-        sequences = data.micro_batch(self.processes.count) * data.sequence_length // batch[0].shape[1]
+        sequences = data.micro_batch(self.processes.count) * data.sequence_length // batch.inputs.shape[1]
         return split_batch(batch, sequences, self.device)
 
 

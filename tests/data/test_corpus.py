@@ -81,8 +81,9 @@ def test_all_batches_keep_duplicates_and_blocks_get_the_ids_of_the_undivided_tex
     corpus = prepared(tmp_path, data=(str(tmp_path / "*.txt"),), **arguments)
     begin, end = [] if tokenizer.bos_id is None else [tokenizer.bos_id], [tokenizer.eos_id]
     short = begin + tokenizer.encode(" short") + end
-    (first, *_), *_ = batches = [*corpus.all_batches(10, 3)]
-    ids = first[0, :1].tolist() + np.concatenate([targets[targets >= 0] for _, targets in batches]).tolist()
+    batches = [*corpus.all_batches(10, 3)]
+    first = batches[0].inputs
+    ids = first[0, :1].tolist() + np.concatenate([targets[targets >= 0] for _, targets, _ in batches]).tolist()
     assert ids == begin + tokenizer.encode(text) + end + 2 * short and first.shape == (3, 10)
     assert corpus.everything_bytes == len(text.encode("utf-8")) + 2 * 6
     with pytest.raises(UserError, match="no text"):
