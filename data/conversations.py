@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 from filelock import FileLock
@@ -26,11 +25,10 @@ from data.chat import ChatFormat, Message, add_chat_template, check_shown, plain
 from data.readers import MESSAGES, ROW_FORMATS, decode, read_rows
 from data.settings import DataSettings
 from data.sources import TextFile
-from data.split import VALIDATION, split_documents
+from data.split import DOCUMENT, VALIDATION, content_hash, split_documents
 from data.tokenizer import Tokenizer
-from data.tokens import DOCUMENT, content_hash, counted, digest
-from errors import UserError, log, reading
-from files import replacing
+from errors import UserError, counted, log, reading
+from files import digest, replacing
 
 SHOWN_LINES = 20
 VERSION = 5  # version of the files; raised when the same conversations and tokenizer would give other rows
@@ -54,8 +52,8 @@ class Conversations:
     prompts: list[str]  # for samples: the first question of a conversation for validation
     train: np.ndarray  # (3, rows, T + 1): ids; whether they are learned; their conversations in the row, 0: padding
     validation: np.ndarray
-    validation_bytes: ClassVar[None] = None  # no bits per byte, which would count what is not learned
-    everything_bytes: ClassVar[None] = None
+    validation_bytes: None = None  # no bits per byte, which would count what is not learned
+    everything_bytes: None = None
 
     def count_sequences(self, settings: DataSettings) -> int:
         """The rows of an epoch; `UserError` for a schedule that would cut them."""

@@ -9,11 +9,13 @@ has not completed is made again.
 
 import bisect
 import contextlib
+import copy
 import functools
 import hashlib
 import itertools
 import operator
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +27,14 @@ from tqdm import tqdm
 
 from data.readers import Document, read_documents
 from data.sources import TextFile
+from data.split import DOCUMENT
 from data.tokenizer import Tokenizer
 from errors import UserError
-from files import replacing
+from files import digest, replacing
 
 VERSION = 7  # raised when the same text and tokenizer would give other files
 UNIT_BYTES = 64_000_000
 GROUP = 4_000_000  # characters that are encoded together, on all cores
-DOCUMENT = np.dtype([("hash", "<u8"), ("bytes", "<u8"), ("tokens", "<u8")])
 
 
 @dataclass(frozen=True)
@@ -68,49 +70,54 @@ class Unit:
 
 
 def write_ids(file: BinaryIO, documents: Iterable[Document], tokenizer: Tokenizer) -> np.ndarray:
-    """Append the ids of documents to an open file; a row of `DOCUMENT` for each that is not empty."""
-    begin = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], tokenizer.dtype)
-    end = np.array([tokenizer.eos_id], tokenizer.dtype)
-    table = array("Q")
-    for _, blocks in itertools.groupby(encode_blocks(documents, tokenizer), operator.itemgetter(0)):
-        content = hashlib.blake2b(digest_size=8)
+    """Write the ids of documents to an open file; a row of `DOCUMENT` for each that is not empty."""
+    bos = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], tokenizer.dtype)
+    eos = np.array([tokenizer.eos_id], tokenizer.dtype)
+    table = array("Q")  # row after row
+    for _, blocks in itertools.groupby(encode_blocks(documents, tokenizer), lambda block: block[0]):
+        content = hashlib.blake2b(digest_size=8)  # as in `content_hash`
         size = 0
-        tokens = len(begin) + len(end)
-        file.write(begin)
-        for _, block, ids in blocks:
-            encoded = block.encode("utf-8")
+        start = file.tell()
+        file.write(bos)
+        for _, text, ids in blocks:
+            encoded = text.encode("utf-8")
             content.update(encoded)
             size += len(encoded)
-            tokens += len(ids)
             file.write(np.asarray(ids, tokenizer.dtype))
-        file.write(end)
+        file.write(eos)
+        tokens = (file.tell() - start) // tokenizer.dtype.itemsize
         table.extend((int.from_bytes(content.digest(), "little"), size, tokens))
     return np.array(table, "<u8").view(DOCUMENT)
 
 
 def encode_blocks(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[int, str, Sequence[int]]]:
-    """The blocks of documents, each with the number of its document and its ids."""
-    for _, group in itertools.groupby(group_blocks(documents), operator.itemgetter(0)):
-        _, numbers, blocks = zip(*group, strict=True)
-        yield from zip(numbers, blocks, tokenizer.encode_batch(blocks), strict=True)
-
-
-def group_blocks(documents: Iterable[Document]) -> Iterator[tuple[int, int, str]]:
-    """The blocks of documents, each with the numbers of its group of about `GROUP` characters and of its document."""
+    """The blocks of documents, each with the number of its document and its ids; `GROUP` characters at a time."""
+    numbers: list[int] = []
+    blocks: list[str] = []
     characters = 0
     for number, document in enumerate(documents):
         for block in document:
-            yield characters // GROUP, number, block
+            numbers.append(number)
+            blocks.append(block)
             characters += len(block)
+            if characters >= GROUP:
+                yield from zip(numbers, blocks, tokenizer.encode_batch(blocks), strict=True)
+                numbers.clear()
+                blocks.clear()
+                characters = 0
+    yield from zip(numbers, blocks, tokenizer.encode_batch(blocks), strict=True)
 
 
 def prepare_units(files: Sequence[TextFile], tokenizer: Tokenizer, folder: Path) -> list[Unit]:
     """The units of files, made complete: first those that no other command is at, then what is left."""
     folder.mkdir(parents=True, exist_ok=True)
+    groups = defaultdict(list)  # the files of each unit
+    bytes_before = 0
+    for file in files:
+        groups[bytes_before // UNIT_BYTES].append(file)
+        bytes_before += file.size
     units = []
-    bytes_before = itertools.accumulate((file.size for file in files), initial=0)  # each file
-    for _, pairs in itertools.groupby(zip(bytes_before, files, strict=False), lambda pair: pair[0] // UNIT_BYTES):
-        group = tuple(file for _, file in pairs)  # names, sizes and times of files stand for their text
+    for group in map(tuple, groups.values()):  # names, sizes and times of files stand for their text
         units.append(Unit(group, tokenizer, folder / f"{digest(VERSION, group, tokenizer.hash)}.bin"))
     missing = [unit for unit in units if not unit.is_complete()]
     for unit in tqdm(missing, "tokenizing", unit="unit", delay=2, disable=None):
@@ -138,7 +145,7 @@ class TokenStream:
     def __init__(self, units: Sequence[Unit], chosen: list[bool]):
         """chosen: whether a document is in the stream, for each row of the units' tables."""
         self._dtype = units[0].tokenizer.dtype
-        self.length = 0  # in ids; may be set to fewer
+        self._length = 0
         self._spans: list[Span] = []
         row = 0
         for unit in units:
@@ -147,13 +154,19 @@ class TokenStream:
             for is_chosen, documents in itertools.groupby(pairs, operator.itemgetter(0)):
                 length = sum(tokens for _, tokens in documents)
                 if is_chosen:
-                    self._spans.append(Span(unit.path, file_start, self.length, length))
-                    self.length += length
+                    self._spans.append(Span(unit.path, file_start, self._length, length))
+                    self._length += length
                 file_start += length
             row += len(unit.table)
 
+    def until(self, end: int) -> "TokenStream":
+        """The first `end` ids."""
+        stream = copy.copy(self)
+        stream._length = end
+        return stream
+
     def __len__(self) -> int:
-        return self.length
+        return self._length
 
     def __getitem__(self, positions: slice) -> np.ndarray:
         """The ids of a slice with step 1. Read each time, since mapped pages would count as memory of the process."""
@@ -169,16 +182,3 @@ class TokenStream:
             start += count
             index += 1
         return np.concatenate(ids)
-
-
-def digest(*parts: object) -> str:
-    """A hash of values that have the same `repr` wherever they are equal."""
-    return hashlib.blake2b(repr(parts).encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
-
-
-def content_hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

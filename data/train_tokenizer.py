@@ -17,11 +17,12 @@ from data.readers import BLOCK, read_documents
 from data.settings import DataSettings
 from data.sources import TextFile
 from data.special_tokens import TURNS
-from data.split import MAX_VALIDATION, may_be_held_out
+from data.split import MAX_VALIDATION, content_hash, may_be_held_out
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.tokenizer_json import read_model, tokenizer_files
-from data.tokens import VERSION, content_hash, digest
+from data.tokens import VERSION
 from errors import UserError, note, reading
+from files import digest
 
 # Characters. A tokenizer of Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
 SAMPLE_SIZE = 10_000_000

@@ -18,8 +18,7 @@ from data.conversations import Conversations
 from data.corpus import Corpus, prepare
 from data.settings import DataSettings
 from data.tokenizer import load_tokenizer
-from data.tokens import counted
-from errors import UserError, reading
+from errors import UserError, counted, reading
 from model.decoder import Decoder, attend_to_previous_token, center_residual_writers
 from model.device import choose_device, choose_dtype, device_name, keep_freed_memory
 from model.lora import add_lora

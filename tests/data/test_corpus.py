@@ -16,6 +16,7 @@ import pytest
 from data import readers, tokens, train_tokenizer
 from data.corpus import Corpus, prepare
 from data.settings import DataSettings
+from data.split import content_hash
 from data.tokens import TokenStream
 from errors import UserError
 from tests.data.conftest import write_corpus
@@ -241,4 +242,4 @@ def test_a_text_too_small_for_the_vocabulary_gets_a_smaller_one_and_one_without_
 
 def test_the_hash_of_a_document_is_that_of_its_complete_text_also_of_several_blocks(ours):
     rows = tokens.write_ids(io.BytesIO(), [["one ", "end"], ["two ", "end"]], ours)
-    assert rows["hash"].tolist() == [tokens.content_hash(text) for text in ("one end", "two end")]
+    assert rows["hash"].tolist() == [content_hash(text) for text in ("one end", "two end")]
