@@ -72,8 +72,8 @@ def prenorm(questions: dict, place: str) -> Answers:
     """This program."""
     from checkpoints.find import find_checkpoint
     from checkpoints.pretrained import load_pretrained
-    from data.chat import BREAK, ChatFormat
-    from data.tokenizer import encode_prompt
+    from data.chat import ChatFormat
+    from data.tokenizer import BREAK, encode_prompt
     from errors import UserError
     from generation.load import open_model
     from generation.settings import Sampling, recommended_sampling
@@ -86,7 +86,7 @@ def prenorm(questions: dict, place: str) -> Answers:
 
     def render(messages: list[dict]) -> tuple[str, list[int]]:
         text = ChatFormat(tokenizer).render(messages)
-        return text.replace(BREAK, ""), tokenizer.encode_special(text, BREAK).ids
+        return text.replace(BREAK, ""), tokenizer.encode_special(text).ids
 
     yield from tokenizer_answers(questions, encode, render, UserError)
     yield "EOS", sorted(ends)

@@ -21,7 +21,7 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from data.batches import IGNORED, Batch, windows_by_epoch
-from data.chat import ChatFormat, Message, add_chat_template, check_shown, plain_messages
+from data.chat import ChatFormat, Message, add_chat_template, plain_messages
 from data.readers import MESSAGES, ROW_FORMATS, decode, read_rows
 from data.settings import DataSettings
 from data.sources import TextFile
@@ -181,9 +181,7 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, row_length
 def encode_conversation(row: dict, chat: ChatFormat, row_length: int) -> tuple[Conversation, list[str]]:
     """A conversation, cut after an answer to at most `row_length` ids, and what is unusual about it."""
     messages, unused = messages_of(row)
-    hidden_keys = chat.hidden_keys(messages, answer_follows=False)
-    check_shown(messages, hidden_keys)
-    unused = unused.union(*hidden_keys)
+    unused |= chat.hidden_keys(messages, answer_follows=False)
     ids, learned, not_found = chat.encode_learned(messages)
     remarks = [f"rows in which nothing uses the keys {', '.join(sorted(unused))}"] if unused else []
     remarks += ["answers not learned, as the template changes them when the conversation continues"] * not_found

@@ -17,36 +17,51 @@ def add_tokens(
     added_tokens.json (`old_ids`), with the next free ids, as in transformers. Returns the configuration with all added
     tokens, and the texts of those that have a name, such as eos_token.
     """
-    present = {i: token.__getstate__() for i, token in tokenizer.get_added_tokens_decoder().items()}
+    before = added_tokens(tokenizer)
     listed = config.get("added_tokens_decoder")
-    if listed is None:
-        listed = {i: {"content": text} for text, i in old_ids.items()} | present
+    if listed is None:  # an old folder
+        tokens = by_text(before) | by_text({i: {"content": text} for text, i in old_ids.items()} | before)
     else:
+        tokens = by_text(before) | by_text(listed)
         old_names = {}
-    tokens = {token["content"]: token for token in present.values()}
-    tokens |= {listed[i]["content"]: listed[i] for i in sorted(listed, key=int)}
-
-    fields = dict.fromkeys(NAMED) | config | old_names
-    named = {name: as_dict(token) for name, token in fields.items() if name.endswith("_token")}
-    unnamed = config.get("extra_special_tokens") or {}
-    if isinstance(unnamed, dict):
-        named |= {name: as_dict(token) for name, token in unnamed.items()}
-        unnamed = (old_names | config).get("additional_special_tokens") or []
-    for token in filter(None, [*named.values(), *map(as_dict, unnamed)]):
+    named, unnamed = special_tokens(config, old_names)
+    for token in [*named.values(), *unnamed]:
         text = token["content"]
         tokens[text] = token | tokens.get(text, {}) | {"special": True}
+    normalized = [text for text, token in tokens.items() if token.get("normalized") and not token.get("special")]
+    if normalized and tokenizer.normalizer is not None:
+        note(f"{', '.join(normalized)}: found before a text is normalized; ids beside may differ from transformers'")
+    # Not normalized: text that a normalizer turns into a token, such as the same in capitals, is no token.
     flags = {text: {flag: token.get(flag, False) for flag in FLAGS} for text, token in tokens.items()}
-    # Text that a normalizer turns into a token, such as the same in capitals, is no token.
-    others = [text for text, token in tokens.items() if token.get("normalized") and not token.get("special")]
-    if others and tokenizer.normalizer is not None:
-        note(f"{', '.join(others)}: found before a text is normalized; ids beside them may differ from transformers'")
     tokenizer.add_tokens([AddedToken(text, normalized=False, **flags[text]) for text in tokens])
 
-    texts = {name: token["content"] for name, token in named.items() if token}
-    added = {i: token.__getstate__() for i, token in tokenizer.get_added_tokens_decoder().items()}
-    if added != present or len(config.get("added_tokens_decoder", added)) < len(added):
-        config = config | texts | {"added_tokens_decoder": added}
+    after = added_tokens(tokenizer)
+    texts = {name: token["content"] for name, token in named.items()}
+    if after != before or (listed is not None and len(listed) < len(after)):
+        config = config | texts | {"added_tokens_decoder": after}
     return config, texts
+
+
+def added_tokens(tokenizer: Tokenizer) -> dict[int, dict]:
+    """The text and the flags of each added token, by its id."""
+    return {i: token.__getstate__() for i, token in tokenizer.get_added_tokens_decoder().items()}
+
+
+def by_text(tokens: dict[int | str, dict]) -> dict[str, dict]:
+    """Tokens by their texts, in the order of their ids."""
+    return {tokens[i]["content"]: tokens[i] for i in sorted(tokens, key=int)}
+
+
+def special_tokens(config: dict, old_names: dict) -> tuple[dict[str, dict], list[dict]]:
+    """The special tokens with a name, such as eos_token, by their names; and those without one."""
+    fields = dict.fromkeys(NAMED) | config | old_names  # in the order in which transformers adds them
+    named = {name: token for name, token in fields.items() if name.endswith("_token")}
+    unnamed = config.get("extra_special_tokens") or {}
+    if isinstance(unnamed, dict):  # these have names; in transformers 5 it is a list of those without one
+        named |= unnamed
+        unnamed = (old_names | config).get("additional_special_tokens") or []
+    named = {name: as_dict(token) for name, token in named.items() if as_dict(token)}
+    return named, [as_dict(token) for token in unnamed if as_dict(token)]
 
 
 def as_dict(token: object) -> dict:
@@ -68,9 +83,8 @@ def find_eos(tokenizer: Tokenizer, eos: str | None, generation_config: dict) -> 
     """The id of EOS: from the configuration, or the first of generation_config.json."""
     eos_id = None if eos is None else tokenizer.token_to_id(eos)
     if eos_id is None:
-        eos_id = generation_config.get("eos_token_id")
-    if isinstance(eos_id, list):
-        eos_id = eos_id[0]
+        ids = generation_config.get("eos_token_id")
+        eos_id = ids[0] if isinstance(ids, list) else ids
     if eos_id is None:
         raise ValueError('it names no "eos_token" of the tokenizer')
     return eos_id

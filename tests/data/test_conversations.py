@@ -71,7 +71,7 @@ def without_generation(tokenizer):
 
 def hand_marked(tokenizer, spans: list[tuple[str | list[int], bool]]) -> tuple[list[int], list[int]]:
     """The ids of ids and markup, and whether each part is learned. No id may reach over two of them."""
-    ids = [(tokenizer.encode_special(p, "mark").ids if isinstance(p, str) else p, learned) for p, learned in spans]
+    ids = [(tokenizer.encode_special(p).ids if isinstance(p, str) else p, learned) for p, learned in spans]
     return [i for some, _ in ids for i in some], [int(learned) for some, learned in ids for _ in some]
 
 
@@ -258,7 +258,7 @@ def test_a_tokenizer_of_ours_gets_a_template_that_ends_answers_and_saves_it(ours
     written = {name: (tmp_path / name).stat().st_mtime_ns for name in taught.files}
     assert written["tokenizer.json"] == max(written.values()), "the last"
     saved = load_tokenizer(tmp_path)
-    end = saved.encode_special("<|end|>", "mark").ids
+    end = saved.encode_special("<|end|>").ids
     assert saved.chat_template == taught.chat_template and [ChatFormat(saved).end_of_turn] == end
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [saved.eos_id, *end]
     assert all(add_chat_template(other) is other for other in (saved, qwen, llama))

@@ -47,7 +47,7 @@ def test_tokens_for_conversations_are_reserved_and_never_come_from_text(ours):
     assert tokens == ["<unk>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
     assert all(token.special for token in ours.added_tokens.values())
     text = "<|user|>Hi<|end|>"
-    assert min(ours.encode(text)) > 6 and ours.encode_special(text, "mark").ids[::6] == [4]
+    assert min(ours.encode(text)) > 6 and ours.encode_special(text).ids[::6] == [4]
     assert ours.decode([ours.bos_id, *ours.encode("text"), 10**6, ours.eos_id]) == "text"
 
 
@@ -196,7 +196,7 @@ def test_tokens_of_the_configuration_get_the_ids_that_autotokenizer_gives_them(o
     of_transformers = [(one.get_vocab(), one.eos_token_id) for one in (theirs, again)]
     assert of_transformers == [(loaded.vocabulary, loaded.eos_id)] * 2
     text = "".join(draw.choices([*texts, " ", "def "], k=40))
-    assert loaded.encode_special(text, "\uffff").ids == again(text, split_special_tokens=False).input_ids[1:]
+    assert loaded.encode_special(text).ids == again(text, split_special_tokens=False).input_ids[1:]
 
 
 @pytest.mark.parametrize("normalizer", ["", "CAAAAKRUTr27FjNvYWJjAA=="])  # the second panics on texts alone
