@@ -28,10 +28,8 @@ class Batch(NamedTuple):
     documents: np.ndarray | None = None  # the number of each input's document, where attention keeps documents apart
 
     def with_documents(self, document_start: int | None) -> "Batch":
-        """The same with documents, which begin with the id `document_start`; without that, the same."""
-        if document_start is None:
-            return self
-        return self._replace(documents=np.cumsum(self.inputs == document_start, 1))
+        """The same with documents, which begin with the id `document_start`, unless that is None."""
+        return self if document_start is None else self._replace(documents=np.cumsum(self.inputs == document_start, 1))
 
 
 def batch(
@@ -85,11 +83,10 @@ def validation_windows(
     tokens: Sequence, sequence_length: int, batch_size: int, document_start: int | None = None
 ) -> Iterator[Batch]:
     """Batches that predict every token but the first once; the last one is padded."""
-    shape = (batch_size, sequence_length)
-    for start in range(0, len(tokens) - 1, batch_size * sequence_length):
-        ids = tokens[start : start + batch_size * sequence_length + 1]
-        inputs = np.zeros(shape, np.int64)
-        targets = np.full(shape, IGNORED, np.int64)
-        inputs.flat[: len(ids) - 1] = ids[:-1]
-        targets.flat[: len(ids) - 1] = ids[1:]
+    size = batch_size * sequence_length
+    for start in range(0, len(tokens) - 1, size):
+        ids = tokens[start : start + size + 1].astype(np.int64)
+        padding = (0, size + 1 - len(ids))
+        inputs = np.pad(ids[:-1], padding).reshape(batch_size, sequence_length)
+        targets = np.pad(ids[1:], padding, constant_values=IGNORED).reshape(batch_size, sequence_length)
         yield Batch(inputs, targets).with_documents(document_start)

@@ -121,60 +121,63 @@ def prepare_conversations(
             fields = pack_split(encode_conversations(files, chat, row_length), settings, tokenizer.dtype)
             with replacing(path) as file:
                 np.savez(file, **fields)
-    with reading(path, f"delete {folder}, which is made again"), np.load(path) as arrays:
-        fields = {name: array if array.ndim else str(array) for name, array in arrays.items()}
-    if max(fields["train"][0].max(), fields["validation"][0].max()) >= vocab_size:
+    with reading(path, f"delete {folder}, which is made again"), np.load(path) as stored:
+        train, validation = stored["train"], stored["validation"]
+        description, text_hash, question = (str(stored[name]) for name in ("description", "text_hash", "question"))
+    if max(train[0].max(), validation[0].max()) >= vocab_size:
         raise UserError("the chat template writes tokens that the model has no embeddings of; give another one.")
-    return Conversations(chat, tokenizer, prompts=[fields.pop("question")], **fields)
+    return Conversations(chat, tokenizer, description, text_hash, [question], train, validation)
 
 
 def pack_split(conversations: dict[int, Conversation], settings: DataSettings, dtype: np.dtype) -> dict[str, object]:
-    """Conversations, by their hash, for training and validation as rows, and what describes them."""
+    """What is stored: conversations, by their hash, in rows for training and validation, and what describes them."""
     if len(conversations) < 2:
         few = counted(len(conversations), "different conversation")
         raise UserError(f"the files have {few}, too few to learn from; give more.")
-    # A table of documents whose size is tokens, not bytes: the limit is MAX_VALIDATION tokens.
+    # Their size in the table is in tokens, not bytes: at most about MAX_VALIDATION tokens are for validation.
     table = [(key, len(conversation.ids), len(conversation.ids)) for key, conversation in conversations.items()]
     is_held_out = split_documents(np.array(table, DOCUMENT), settings) == VALIDATION
     if not is_held_out.any():
         is_held_out[-1] = True
-    fields = {"text_hash": digest(*conversations)}
-    texts = []
-    for name, mask in (("train", ~is_held_out), ("validation", is_held_out)):
-        chosen = [*itertools.compress(conversations.values(), mask)]
-        fields[name] = pack(chosen, settings.sequence_length + 1, dtype)
-        learned = f"{fields[name][1].sum():,} tokens to learn in {counted(fields[name].shape[1], 'row')}"
-        texts.append(f"{counted(len(chosen), 'conversation')}, {learned}")
-    questions = [message["content"] for message in chosen[0].messages if message["role"] == "user"]
-    fields["question"] = questions[0] if questions else "Hello."
-    fields["description"] = f"{texts[0]}, hash {fields['text_hash'][:12]}\n  for validation {texts[1]}"
-    return fields
+    to_train_on = [*itertools.compress(conversations.values(), ~is_held_out)]
+    held_out = [*itertools.compress(conversations.values(), is_held_out)]
+    train, validation = (pack(some, settings.sequence_length + 1, dtype) for some in (to_train_on, held_out))
+    text_hash = digest(*conversations)
+    sizes = [f"{counted(len(to_train_on), 'conversation')}, {describe(train)}, hash {text_hash[:12]}"]
+    sizes += [f"for validation {counted(len(held_out), 'conversation')}, {describe(validation)}"]
+    questions = [message["content"] for message in held_out[0].messages if message["role"] == "user"] or ["Hello."]
+    fields = {"description": "\n  ".join(sizes), "text_hash": text_hash, "question": questions[0]}
+    return fields | {"train": train, "validation": validation}
+
+
+def describe(rows: np.ndarray) -> str:
+    return f"{rows[1].sum():,} tokens to learn in {counted(rows.shape[1], 'row')}"
 
 
 def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, row_length: int) -> dict[int, Conversation]:
     """The conversations of all files that can be learned from, by their hash; what is unusual is printed, counted."""
     conversations: dict[int, Conversation] = {}
-    sources = defaultdict(list)  # of each remark: the files or rows that it is about
+    places = defaultdict(list)  # the files or rows that each remark is about
     for file in files:
         if file.format not in ROW_FORMATS:
-            sources["files left out, as they are text and not rows"].append(file.name)
+            places["files left out, as they are text and not rows"].append(file.name)
     rows = itertools.chain.from_iterable(map(read_rows, files))
-    for source, row in tqdm(rows, "conversations", delay=2, unit="", disable=None):
+    for place, row in tqdm(rows, "conversations", delay=2, unit="", disable=None):
         try:
             conversation, remarks = encode_conversation(decode(row), chat, row_length)
         except (UserError, ValueError, RecursionError) as error:  # no row of this shape, or none for this template
             skipped = "rows skipped, as each must be one object with messages that the template supports"
-            sources[skipped].append(f"{source}: {error!s:.200}")
+            places[skipped].append(f"{place}: {error!s:.200}")
             continue
         for remark in remarks:
-            sources[remark].append(source)
+            places[remark].append(place)
         key = content_hash(json.dumps(conversation.messages))
         if key in conversations:
-            sources["duplicates dropped"].append(source)
+            places["duplicates dropped"].append(place)
         elif conversation.learned[1:].any():
             conversations[key] = conversation
-    for remark, where in sources.items():
-        log(f"{remark}: {len(where):,} (the first: {where[0]})")
+    for remark, its_places in places.items():
+        log(f"{remark}: {len(its_places):,} (the first: {its_places[0]})")
     return conversations
 
 
@@ -183,8 +186,11 @@ def encode_conversation(row: dict, chat: ChatFormat, row_length: int) -> tuple[C
     messages, unused = messages_of(row)
     unused |= chat.hidden_keys(messages, answer_follows=False)
     ids, learned, not_found = chat.encode_learned(messages)
-    remarks = [f"rows in which nothing uses the keys {', '.join(sorted(unused))}"] if unused else []
-    remarks += ["answers not learned, as the template changes them when the conversation continues"] * not_found
+    remarks = []
+    if unused:
+        remarks.append(f"rows in which nothing uses the keys {', '.join(sorted(unused))}")
+    if not_found:
+        remarks.append("rows with answers not learned, as the template changes them when the conversation continues")
     ends_answer = learned & ~np.append(learned[1:], False)
     if (ends_answer[:-1] & (ids[1:] == chat.end_of_turn)).any():
         remarks.append("conversations whose end-of-turn token is not learned, as {% generation %} leaves it out")
@@ -205,8 +211,8 @@ def messages_of(row: dict) -> tuple[list[Message], set[str]]:
     if row.get("system") and messages[0]["role"] != "system":
         messages = plain_messages([{"role": "system", "content": row["system"]}, *messages])
         used.add("system")
-    fields = itertools.chain(row.items(), *(message.items() for message in row[name]))
-    return messages, {key for key, value in fields if value not in (None, "", [], {})} - used.union(*messages)
+    keys = {key for fields in (row, *row[name]) for key, value in fields.items() if value not in (None, "", [], {})}
+    return messages, keys - used.union(*messages)
 
 
 def pack(conversations: Sequence[Conversation], row_length: int, dtype: np.dtype) -> np.ndarray:

@@ -109,9 +109,10 @@ class Corpus:
         return 8 * len(lzma.compress(text, preset=7 | lzma.PRESET_EXTREME)) / max(1, len(text))
 
 
-def prepare(
-    settings: DataSettings, tokenizer: str | Path | None = None, vocab_size: int = 4096
-) -> Corpus | Conversations:
+Text = Corpus | Conversations
+
+
+def prepare(settings: DataSettings, tokenizer: str | Path | None = None, vocab_size: int = 4096) -> Text:
     """What --data names, by the tokenizer in a file or folder or, if None, a new one of at most `vocab_size` pieces."""
     files = resolve(settings)
     chat_file = find_conversations(files)
@@ -141,7 +142,8 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
     table = np.concatenate([unit.table for unit in units])
     kinds = split_documents(table, settings)
     documents = table[kinds != DUPLICATE]
-    train = TokenStream(units, (kinds == TRAIN).tolist())
+    to_train_on = (kinds == TRAIN).tolist()
+    train = TokenStream(units, to_train_on)
     if VALIDATION in kinds:
         held_out = table["bytes"][kinds == VALIDATION]
         source = counted(len(held_out), "document")
@@ -153,7 +155,7 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
         end = len(train) - max(2, round(fraction * len(train)))
         validation = train[end:]
         validation_bytes = len(tokenizer.decode(validation).encode("utf-8"))
-        train = train.until(end)
+        train = TokenStream(units, to_train_on, end)
     return Corpus(
         tokenizer=tokenizer,
         documents=documents,

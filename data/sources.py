@@ -69,8 +69,8 @@ def find_files(name: str, settings: DataSettings) -> list[TextFile]:
         files = text_files([path], settings.text_field, optional=False)
     elif os.path.isdir(path) or glob.has_magic(path):
         paths = list(visible_files(path)) if os.path.isdir(path) else sorted(glob.glob(path, recursive=True))
-        note_left_out(name, paths)
         files = text_files(paths, settings.text_field)
+        note_left_out(name, paths)
     else:
         choices = f"a path, a pattern, hub:OWNER/NAME, or one of python, python-chat, {', '.join(HUB_TEXTS)}"
         raise UserError(f'no file, folder or known text is called "{name}"; give {choices}.')

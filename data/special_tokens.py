@@ -21,10 +21,10 @@ def add_tokens(
     listed = config.get("added_tokens_decoder")
     if listed is None:  # an old folder
         tokens = by_text(before) | by_text({i: {"content": text} for text, i in old_ids.items()} | before)
+        named, unnamed = special_tokens(config, old_names)
     else:
         tokens = by_text(before) | by_text(listed)
-        old_names = {}
-    named, unnamed = special_tokens(config, old_names)
+        named, unnamed = special_tokens(config, {})
     for token in [*named.values(), *unnamed]:
         text = token["content"]
         tokens[text] = token | tokens.get(text, {}) | {"special": True}

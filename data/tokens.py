@@ -9,7 +9,6 @@ has not completed is made again.
 
 import bisect
 import contextlib
-import copy
 import functools
 import hashlib
 import itertools
@@ -129,24 +128,14 @@ def prepare_units(files: Sequence[TextFile], tokenizer: Tokenizer, folder: Path)
     return units
 
 
-@dataclass(frozen=True)
-class Span:
-    """Chosen documents that are neighbours in a file: where they are, and how long, in ids."""
-
-    path: Path
-    file_start: int
-    stream_start: int
-    length: int
-
-
 class TokenStream:
     """The ids of documents, end to end, read when they are asked for."""
 
-    def __init__(self, units: Sequence[Unit], chosen: list[bool]):
-        """chosen: whether a document is in the stream, for each row of the units' tables."""
+    def __init__(self, units: Sequence[Unit], chosen: list[bool], end: int | None = None):
+        """chosen: whether a document is in the stream, for each row of the units' tables; end: of a shorter one."""
         self._dtype = units[0].tokenizer.dtype
-        self._length = 0
-        self._spans: list[Span] = []
+        self._spans = []  # of chosen documents that are neighbours in a file: the file, and where they begin in it
+        self._starts = [0]  # where each span begins in the stream; the last is where the stream ends
         row = 0
         for unit in units:
             file_start = 0
@@ -154,16 +143,11 @@ class TokenStream:
             for is_chosen, documents in itertools.groupby(pairs, operator.itemgetter(0)):
                 length = sum(tokens for _, tokens in documents)
                 if is_chosen:
-                    self._spans.append(Span(unit.path, file_start, self._length, length))
-                    self._length += length
+                    self._spans.append((unit.path, file_start))
+                    self._starts.append(self._starts[-1] + length)
                 file_start += length
             row += len(unit.table)
-
-    def until(self, end: int) -> "TokenStream":
-        """The first `end` ids."""
-        stream = copy.copy(self)
-        stream._length = end
-        return stream
+        self._length = self._starts[-1] if end is None else end
 
     def __len__(self) -> int:
         return self._length
@@ -172,13 +156,12 @@ class TokenStream:
         """The ids of a slice with step 1. Read each time, since mapped pages would count as memory of the process."""
         start, stop, _ = positions.indices(len(self))
         ids = [np.empty(0, self._dtype)]
-        index = bisect.bisect_right(self._spans, start, key=lambda span: span.stream_start) - 1
+        index = bisect.bisect_right(self._starts, start) - 1
         while start < stop:
-            span = self._spans[index]
-            skipped = start - span.stream_start
-            count = min(stop - start, span.length - skipped)
-            offset = (span.file_start + skipped) * self._dtype.itemsize
-            ids.append(np.fromfile(span.path, self._dtype, count, offset=offset))
-            start += count
+            path, file_start = self._spans[index]
+            end = min(stop, self._starts[index + 1])
+            offset = (file_start + start - self._starts[index]) * self._dtype.itemsize
+            ids.append(np.fromfile(path, self._dtype, end - start, offset=offset))
+            start = end
             index += 1
         return np.concatenate(ids)

@@ -14,8 +14,7 @@ from checkpoints import pretrained
 from checkpoints.families import load_config
 from checkpoints.weights import find_weight_files
 from data.batches import Batch
-from data.conversations import Conversations
-from data.corpus import Corpus, prepare
+from data.corpus import Text, prepare
 from data.settings import DataSettings
 from data.tokenizer import load_tokenizer
 from errors import UserError, counted, reading
@@ -29,7 +28,6 @@ from training.processes import Processes, shard, start_processes
 from training.settings import MachineSettings, RunSettings, Settings, changed_fields, load_settings
 from training.step import split_batch
 
-Text = Corpus | Conversations
 SHORTER = 0.4  # share of the steps with shorter sequences than --sequence-length, with --first-sequence-length
 COMPILERS = ("g++", "clang++", "c++", "cl")
 

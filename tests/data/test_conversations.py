@@ -15,7 +15,7 @@ import transformers
 from pyarrow import parquet
 
 from data.chat import ChatFormat, add_chat_template
-from data.conversations import Conversation, Conversations, pack
+from data.conversations import Conversation, Conversations, encode_conversation, pack
 from data.corpus import prepare
 from data.python_chat import questions_and_answers
 from data.settings import DataSettings
@@ -98,13 +98,16 @@ def test_without_generation_blocks_answers_are_the_spans_that_were_marked_by_han
             assert encode(ChatFormat(tokenizer), messages) == hand_marked(ours, own)
 
 
-def test_an_answer_that_the_template_changes_later_is_not_learned_and_is_named(ours):
+def test_an_answer_that_the_template_changes_later_is_not_learned_and_its_row_is_counted_once(ours):
     """As Qwen3 does, whose template drops the thoughts of all answers but the last."""
     tokenizer = without_generation(ours)
-    source = tokenizer.chat_template.replace("message.content +", "(message.content if loop.last else 'Hm.') +", 1)
+    source = tokenizer.chat_template.replace("message.content +", "('' if loop.last else 'Hm. ') + message.content +", 1)
     tokenizer.files["chat_template.jinja"] = source.encode()
-    ids, learned, unknown = ChatFormat(tokenizer).encode_learned(said("q", "first", "r", "second"))
-    assert unknown == 1 and tokenizer.decode(ids[learned]) == "second"
+    messages = said("q", "first", "r", "other", "s", "last")
+    ids, learned, unknown = ChatFormat(tokenizer).encode_learned(messages)
+    assert unknown == 2 and tokenizer.decode(ids[learned]) == "last"
+    _, remarks = encode_conversation({"messages": messages}, ChatFormat(tokenizer), 100)
+    assert remarks == ["rows with answers not learned, as the template changes them when the conversation continues"]
 
 
 SHAREGPT = {"user": "human", "assistant": "bing"}
