@@ -71,17 +71,18 @@ def as_dict(token: object) -> dict:
     return token if isinstance(token, dict) else {}
 
 
-def find_bos(tokenizer: Tokenizer, config: dict, bos: str | None) -> int | None:
+def find_bos(tokenizer: Tokenizer, config: dict, names: dict[str, str]) -> int | None:
     """The id of BOS: from the configuration or, if it does not say, what the post-processor puts before a text."""
-    if "add_bos_token" in config:
-        return tokenizer.token_to_id(bos) if config["add_bos_token"] and bos is not None else None
-    plain, full = (tokenizer.encode("a", add_special_tokens=add).ids for add in (False, True))
-    return full[0] if full[:1] != plain[:1] else None
+    if "add_bos_token" not in config:
+        plain, full = (tokenizer.encode("a", add_special_tokens=add).ids for add in (False, True))
+        return full[0] if full[:1] != plain[:1] else None
+    has_bos = config["add_bos_token"] and "bos_token" in names
+    return tokenizer.token_to_id(names["bos_token"]) if has_bos else None
 
 
-def find_eos(tokenizer: Tokenizer, eos: str | None, generation_config: dict) -> int:
+def find_eos(tokenizer: Tokenizer, names: dict[str, str], generation_config: dict) -> int:
     """The id of EOS: from the configuration, or the first of generation_config.json."""
-    eos_id = None if eos is None else tokenizer.token_to_id(eos)
+    eos_id = tokenizer.token_to_id(names.get("eos_token", ""))
     if eos_id is None:
         ids = generation_config.get("eos_token_id")
         eos_id = ids[0] if isinstance(ids, list) else ids

@@ -54,12 +54,11 @@ class Tokenizer:
             config = self.fields("tokenizer_config.json")
             old = self.fields("special_tokens_map.json"), self.fields("added_tokens.json")
             self.config, self.special_tokens = add_tokens(self._tokenizer, config, *old)
-            if self.config is not config:  # it has tokens that tokenizer.json lacks
-                texts = {"tokenizer_config.json": json.dumps(self.config), "tokenizer.json": self._tokenizer.to_str()}
-                self.files = files | {name: text.encode() for name, text in texts.items()}
-            self.bos_id = find_bos(self._tokenizer, self.config, self.special_tokens.get("bos_token"))
-            eos = self.special_tokens.get("eos_token")
-            self.eos_id = find_eos(self._tokenizer, eos, self.fields("generation_config.json"))
+            if self.config is not config:  # it had tokens that tokenizer.json lacked
+                self.files = files | {"tokenizer_config.json": json.dumps(self.config).encode()}
+                self.files["tokenizer.json"] = self._tokenizer.to_str().encode()
+            self.bos_id = find_bos(self._tokenizer, self.config, self.special_tokens)
+            self.eos_id = find_eos(self._tokenizer, self.special_tokens, self.fields("generation_config.json"))
         self.vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)  # the id of each token
         self.vocab_size = max(self.vocabulary.values()) + 1
         self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")  # holds every id

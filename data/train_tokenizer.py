@@ -59,8 +59,9 @@ def trained_tokenizer(files: list[TextFile], settings: DataSettings, vocab_size:
             read_model(tokenizer.files["tokenizer.model"])  # it goes into every checkpoint
             return tokenizer
         print(f"training a tokenizer of {vocab_size:,} pieces (once) ...", file=sys.stderr, flush=True)
-        all_documents = dataclasses.replace(settings, validation_fraction=0)
-        sample = sample_text(files, settings) or sample_text(files, all_documents)
+        sample = sample_text(files, settings)
+        if not sample:  # each document may be for validation: then none is held out
+            sample = sample_text(files, dataclasses.replace(settings, validation_fraction=0))
         if any("▁" in block for block in sample):
             note("this text has the character ▁ (U+2581): it becomes a space")
         tokenizer = train_tokenizer(sample, vocab_size)
@@ -69,20 +70,20 @@ def trained_tokenizer(files: list[TextFile], settings: DataSettings, vocab_size:
 
 
 def sample_text(files: list[TextFile], settings: DataSettings) -> list[str]:
-    """Blocks of text, at most `SAMPLE_SIZE` characters: those with the smallest hashes, so from everywhere alike.
-
-    Without documents that may be for validation.
+    """Blocks of documents that are not for validation, of at most `SAMPLE_SIZE` characters together: those with the
+    smallest hashes, which is a random choice from all of the text.
     """
     sample: list[tuple[int, str]] = []  # hashes and blocks
     size = 0
     limit = 1 << 64
     documents = itertools.chain.from_iterable(map(read_documents, files))
-    for document in map(iter, tqdm(documents, "reading", unit=" documents", delay=2, disable=None)):
-        beginning = [*itertools.islice(document, 1 + 2 * MAX_VALIDATION // BLOCK)]
+    for document in tqdm(documents, "reading", unit=" documents", delay=2, disable=None):
+        blocks = iter(document)
+        beginning = [*itertools.islice(blocks, 1 + 2 * MAX_VALIDATION // BLOCK)]
         # A longer document is never held out (see `split_documents`): the hash of its beginning does not matter.
         if may_be_held_out(np.array([content_hash("".join(beginning))], np.uint64), settings)[0]:
             continue
-        for block in itertools.chain(beginning, document):
+        for block in itertools.chain(beginning, blocks):
             key = content_hash(block)
             if key < limit:
                 sample.append((key, block))

@@ -101,7 +101,8 @@ def test_without_generation_blocks_answers_are_the_spans_that_were_marked_by_han
 def test_an_answer_that_the_template_changes_later_is_not_learned_and_its_row_is_counted_once(ours):
     """As Qwen3 does, whose template drops the thoughts of all answers but the last."""
     tokenizer = without_generation(ours)
-    source = tokenizer.chat_template.replace("message.content +", "('' if loop.last else 'Hm. ') + message.content +", 1)
+    changed = "('' if loop.last else 'Hm. ') + message.content +"
+    source = tokenizer.chat_template.replace("message.content +", changed, 1)
     tokenizer.files["chat_template.jinja"] = source.encode()
     messages = said("q", "first", "r", "other", "s", "last")
     ids, learned, unknown = ChatFormat(tokenizer).encode_learned(messages)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,16 @@ def test_tokens_for_conversations_are_reserved_and_never_come_from_text(ours):
     text = "<|user|>Hi<|end|>"
     assert min(ours.encode(text)) > 6 and ours.encode_special(text).ids[::6] == [4]
     assert ours.decode([ours.bos_id, *ours.encode("text"), 10**6, ours.eos_id]) == "text"
+
+
+def test_typed_tokens_stay_text_while_another_thread_reads_special_tokens(ours):
+    text = "<|end|> typed " * 200
+    expected = ours.encode(text), ours.encode_special(text).ids
+    with ThreadPoolExecutor() as pool:
+        special = [pool.submit(ours.encode_special, text) for _ in range(50)]
+        plain = [pool.submit(ours.encode, text) for _ in range(50)]
+    assert all(one.result() == expected[0] for one in plain) and expected[0] != expected[1]
+    assert all(one.result().ids == expected[1] for one in special)
 
 
 def processor(tokenizer) -> sentencepiece.SentencePieceProcessor:
