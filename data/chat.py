@@ -152,6 +152,7 @@ class ChatFormat:
 
         One that the template changes when the conversation continues (as Qwen3's does) is not found.
         """
+        marker = "" if self.end_of_turn is None else self.tokenizer.added_tokens[self.end_of_turn].content
         answer_spans = []
         not_found = 0
         for i, message in enumerate(messages):
@@ -163,18 +164,12 @@ class ChatFormat:
             # The prompt may have an empty thought that is not in the answer: the answer begins where they differ.
             shared = os.path.commonprefix([prompt, answered])  # noqa: RUF071 - no paths
             if text.startswith(answered) and (shared == prompt or shared.startswith(question)):
-                answer_spans.append((len(shared), self._end_of_answer(answered, len(shared))))
+                # It ends with the end-of-turn token, after which the template may write more, such as a line break.
+                marker_start = answered.rfind(marker, len(shared))
+                answer_spans.append((len(shared), len(answered) if marker_start < 0 else marker_start + len(marker)))
             else:
                 not_found += 1
         return answer_spans, not_found
-
-    def _end_of_answer(self, text: str, start: int) -> int:
-        """Where the end-of-turn token ends: the template may write more after it, such as a line break."""
-        if self.end_of_turn is None:
-            return len(text)
-        token = self.tokenizer.added_tokens[self.end_of_turn].content
-        place = text.rfind(token, start)
-        return len(text) if place < 0 else place + len(token)
 
     def hidden_keys(self, messages: Sequence[Message], *, answer_follows: bool = True) -> set[str]:
         """The keys of messages whose text the template leaves out, "<think>" for a thought in a content; `UserError`

@@ -139,19 +139,16 @@ def pack_split(conversations: dict[int, Conversation], settings: DataSettings, d
     is_held_out = split_documents(np.array(table, DOCUMENT), settings) == VALIDATION
     if not is_held_out.any():
         is_held_out[-1] = True
-    to_train_on = [*itertools.compress(conversations.values(), ~is_held_out)]
-    held_out = [*itertools.compress(conversations.values(), is_held_out)]
-    train, validation = (pack(some, settings.sequence_length + 1, dtype) for some in (to_train_on, held_out))
+    rows, sizes = {}, []
+    for name, mask in (("train", ~is_held_out), ("validation", is_held_out)):
+        chosen = [*itertools.compress(conversations.values(), mask)]
+        rows[name] = pack(chosen, settings.sequence_length + 1, dtype)
+        learned = f"{rows[name][1].sum():,} tokens to learn in {counted(rows[name].shape[1], 'row')}"
+        sizes.append(f"{counted(len(chosen), 'conversation')}, {learned}")
+    questions = [message["content"] for message in chosen[0].messages if message["role"] == "user"] or ["Hello."]
     text_hash = digest(*conversations)
-    sizes = [f"{counted(len(to_train_on), 'conversation')}, {describe(train)}, hash {text_hash[:12]}"]
-    sizes += [f"for validation {counted(len(held_out), 'conversation')}, {describe(validation)}"]
-    questions = [message["content"] for message in held_out[0].messages if message["role"] == "user"] or ["Hello."]
-    fields = {"description": "\n  ".join(sizes), "text_hash": text_hash, "question": questions[0]}
-    return fields | {"train": train, "validation": validation}
-
-
-def describe(rows: np.ndarray) -> str:
-    return f"{rows[1].sum():,} tokens to learn in {counted(rows.shape[1], 'row')}"
+    description = f"{sizes[0]}, hash {text_hash[:12]}\n  for validation {sizes[1]}"
+    return rows | {"text_hash": text_hash, "description": description, "question": questions[0]}
 
 
 def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, row_length: int) -> dict[int, Conversation]:

@@ -22,9 +22,7 @@ HUB_TEXTS = {  # name -> data set, its revision, what the names of its files beg
     "tinystories": ("roneneldan/TinyStories", "main", "data/train-"),
 }
 # Folders of the standard library that are tests, applications, third-party code or generated.
-EXCLUDED = """
-    test tests idle_test idlelib tkinter lib2to3 distutils site-packages dist-packages __pycache__ pydoc_data
-""".split()
+EXCLUDED = "test tests idle_test idlelib tkinter lib2to3 distutils site-packages dist-packages __pycache__ pydoc_data"
 
 
 @dataclass(frozen=True)
@@ -123,7 +121,7 @@ def visible_files(folder: str | Path, excluded: Iterable[str] = (), note_links: 
 def standard_library() -> list[TextFile]:
     """The running interpreter's own sources and its prose documentation: real text on every machine with Python."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = [Path(path) for path in visible_files(root, EXCLUDED, note_links=False) if path.endswith(".py")]
+    paths = [Path(path) for path in visible_files(root, EXCLUDED.split(), note_links=False) if path.endswith(".py")]
     # 1 MB of `encodings` is generated character tables.
     tables = {path for path in paths if path.parent.name == "encodings" and b"decoding_table" in path.read_bytes()}
     files = text_files((path for path in paths if path not in tables), "text")

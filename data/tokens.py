@@ -12,7 +12,6 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import operator
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -140,7 +139,7 @@ class TokenStream:
         for unit in units:
             file_start = 0
             pairs = zip(chosen[row : row + len(unit.table)], unit.table["tokens"].tolist(), strict=True)
-            for is_chosen, documents in itertools.groupby(pairs, operator.itemgetter(0)):
+            for is_chosen, documents in itertools.groupby(pairs, lambda pair: pair[0]):
                 length = sum(tokens for _, tokens in documents)
                 if is_chosen:
                     self._spans.append((unit.path, file_start))
