@@ -32,9 +32,7 @@ class Batch(NamedTuple):
         return self if document_start is None else self._replace(documents=np.cumsum(self.inputs == document_start, 1))
 
 
-def batch(
-    stream: Sequence, *, seed: int, first: int, size: int, sequence_length: int, document_start: int | None = None
-) -> Batch:
+def batch(stream: Sequence, *, seed: int, first: int, size: int, sequence_length: int) -> Batch:
     """The `size` sequences from `first` on, counted over the run."""
     rows = []
     for windows, offset in windows_by_epoch(len(stream) // sequence_length, seed, first, size):
@@ -43,7 +41,7 @@ def batch(
             row = stream[start : start + sequence_length + 1]
             rows.append(np.concatenate([row, stream[: sequence_length + 1 - len(row)]]))
     ids = np.stack(rows).astype(np.int64)
-    return Batch(ids[:, :-1].copy(), ids[:, 1:].copy()).with_documents(document_start)
+    return Batch(ids[:, :-1].copy(), ids[:, 1:].copy())
 
 
 def windows_by_epoch(count: int, seed: int, first: int, size: int) -> Iterator[tuple[np.ndarray, int]]:

@@ -52,6 +52,7 @@ def plain_messages(messages: Sequence[dict]) -> list[Message]:
 
 
 def plain_message(message: dict) -> Message:
+    """One of `plain_messages`; `ValueError` for what is no text."""
     fields = {key: value for key, value in message.items() if value not in (None, [], {})}
     role = fields.get("role", fields.get("from"))
     content = fields.get("content", fields.get("value"))

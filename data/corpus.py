@@ -94,7 +94,7 @@ class Corpus:
         return len(self.train) // length
 
     def batch(self, **order: int) -> Batch:
-        return batch(self.train, document_start=self.document_start, **order)
+        return batch(self.train, **order).with_documents(self.document_start)
 
     def validation_batches(self, sequence_length: int, batch_size: int) -> Iterator[Batch]:
         return validation_windows(self.validation, sequence_length, batch_size, self.document_start)

@@ -10,9 +10,7 @@ FLAGS = ("special", "lstrip", "rstrip", "single_word")
 TURNS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 
 
-def add_tokens(
-    tokenizer: Tokenizer, config: dict, old_names: dict, old_ids: dict[str, int]
-) -> tuple[dict, dict[str, str]]:
+def add_tokens(tokenizer: Tokenizer, config: dict, old_names: dict, old_ids: dict) -> tuple[dict, dict[str, str]]:
     """Add the tokens that only tokenizer_config.json has or, in old folders, special_tokens_map.json (`old_names`) and
     added_tokens.json (`old_ids`), with the next free ids, as in transformers. Returns the configuration with all added
     tokens, and the texts of those that have a name, such as eos_token.
