@@ -173,9 +173,7 @@ class ChatFormat:
         return answer_spans, not_found
 
     def hidden_keys(self, messages: Sequence[Message], *, answer_follows: bool = True) -> set[str]:
-        """The keys of messages whose text the template leaves out, "<think>" for a thought in a content; `UserError`
-        where that is a content.
-        """
+        """The keys whose text the template leaves out, "<think>" for a thought; `UserError` where it is a content."""
         # Each text is replaced by a number of its own; a number that is missing from the rendered text was left out.
         numbers = map(str, itertools.count(int(BORDER) + 1))
         numbered = []

@@ -91,12 +91,10 @@ def text_files(paths: Iterable[str | Path], text_field: str, optional: bool = Tr
 
 def note_left_out(name: str, paths: Iterable[str]) -> None:
     """Say how many files, by suffix, and folders are not read of those that a folder has or a pattern matches."""
-    left_out: Counter[str] = Counter()
-    for path in paths:
-        if os.path.isdir(path) and "**" not in name:  # which matches the files in the folder, too
-            left_out["folder"] += 1
-        elif os.path.isfile(path) and not find_format(path):
-            left_out[Path(path).suffix or "without a suffix"] += 1
+    files = [path for path in paths if os.path.isfile(path) and not find_format(path)]
+    left_out = Counter(Path(path).suffix or "without a suffix" for path in files)
+    if "**" not in name:  # which matches the files in folders, too
+        left_out += Counter("folder" for path in paths if os.path.isdir(path))
     if left_out:
         counts = ", ".join(f"{count} {suffix}" for suffix, count in left_out.most_common(8))
         note(f"left out of {name}: {counts}; export what should be read as .txt, and name folders in --data")

@@ -94,10 +94,8 @@ class Tokenizer:
                 self._tokenizer.encode_special_tokens = True
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Text of ids, without unknown ones and, unless `special`, without special tokens.
-
-        Each byte that is part of no character becomes U+FFFD; the library would replace all bytes around it, too.
-        """
+        """Text of ids, without unknown ones and, unless `special`, special ones. Each byte that is part of no character
+        becomes U+FFFD; the library would replace all bytes around it, too."""
         valid = []
         for is_byte, group in itertools.groupby(map(int, ids), lambda i: i in self._byte_values):
             if is_byte:

@@ -62,8 +62,8 @@ class Unit:
         """The rows of its documents; `UserError` unless its ids are as many as they say."""
         table = np.fromfile(self.path.with_suffix(".docs"), DOCUMENT)
         if int(table["tokens"].sum()) * self.tokenizer.dtype.itemsize != self.path.stat().st_size:
-            folder = self.path.parent
-            raise UserError(f"{self.path} is damaged: its table has other ids; delete {folder}; it is made again.")
+            fix = f"delete {self.path.parent}; it is made again"
+            raise UserError(f"{self.path} is damaged: its table has other ids; {fix}.")
         return table
 
 

@@ -59,9 +59,8 @@ def trained_tokenizer(files: list[TextFile], settings: DataSettings, vocab_size:
             read_model(tokenizer.files["tokenizer.model"])  # it goes into every checkpoint
             return tokenizer
         print(f"training a tokenizer of {vocab_size:,} pieces (once) ...", file=sys.stderr, flush=True)
-        sample = sample_text(files, settings)
-        if not sample:  # each document may be for validation: then none is held out
-            sample = sample_text(files, dataclasses.replace(settings, validation_fraction=0))
+        everything = dataclasses.replace(settings, validation_fraction=0)  # where all documents may be for validation
+        sample = sample_text(files, settings) or sample_text(files, everything)
         if any("▁" in block for block in sample):
             note("this text has the character ▁ (U+2581): it becomes a space")
         tokenizer = train_tokenizer(sample, vocab_size)
