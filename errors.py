@@ -87,6 +87,10 @@ def log(text: str) -> None:
 note = functools.cache(log)  # once
 
 
+def counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def usable_cores() -> int:
     """The CPU cores that this process may use: `taskset`, Slurm and cpusets may allow fewer than the machine has."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,6 +1,7 @@
 """The operations on files that all packages share: read JSON and TOML, replace a file atomically, lock a folder."""
 
 import contextlib
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,11 @@ def read_toml(path: Path) -> dict:
 
     with reading(path, "correct it, or give another file"):
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # which may begin with a byte order mark
+
+
+def digest(*parts: object) -> str:
+    """A hash of values that have the same `repr` wherever they are equal, to name a file after what it was made of."""
+    return hashlib.blake2b(repr(parts).encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
 
 
 @contextlib.contextmanager

@@ -58,7 +58,8 @@ def make_row(session: Session, run: Run, hash_of_settings: str, workers: int, *,
     except Diverged as error:
         outcome = {"status": "diverged", "reason": str(error).partition(";")[0]}
     # For the hashes all batches are read again, and the initial model is made again: training keeps neither.
-    batches = (array for step in range(session.state.step) for array in session.batch(step)[:2])
+    batches = map(session.batch, range(session.state.step))
+    ids = (array for batch in batches for array in (batch.inputs, batch.targets))
     with contextlib.redirect_stdout(None):
         initial = sorted(initial_model(session.settings, torch.float32).named_parameters())
     shared = ((name.encode(), weight.detach().numpy()) for name, weight in initial if not is_norm_parameter(name))
@@ -71,7 +72,7 @@ def make_row(session: Session, run: Run, hash_of_settings: str, workers: int, *,
         tokens=session.state.tokens,
         settings_hash=hash_of_settings,
         weights_hash=digest(itertools.chain.from_iterable(shared)),
-        batches_hash=digest(batches),
+        batches_hash=digest(ids),
         text_hash=session.corpus.text_hash,
         kernels=kernels.describe(session.device),
         dtype=session.settings.machine.dtype,

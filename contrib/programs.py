@@ -137,7 +137,8 @@ def difference(ours: object, theirs: object) -> str:
 def prenorm(place: str, _: Questions) -> Program:
     """This program."""
     from checkpoints.pretrained import load_pretrained
-    from data.chat import BREAK, ChatFormat
+    from data.chat import ChatFormat
+    from data.tokenizer import BREAK
     from data.tokenizer import encode_prompt
     from generation.load import open_model
     from generation.settings import Sampling, recommended_sampling
@@ -150,7 +151,7 @@ def prenorm(place: str, _: Questions) -> Program:
 
     def render(messages: list[dict]) -> tuple[str, list[int]]:
         text = ChatFormat(tokenizer).render(messages)
-        return text.replace(BREAK, ""), tokenizer.encode_special(text, BREAK).ids
+        return text.replace(BREAK, ""), tokenizer.encode_special(text).ids
 
     def open_network() -> tuple:
         sampling = vars(recommended_sampling(directory) or Sampling(temperature=0))

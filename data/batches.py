@@ -12,17 +12,28 @@ continues exactly, with any number of processes that divides the batch; with ano
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 IGNORED = -100  # the target that no loss counts, as `kernels.reference` has it
-Batch = tuple[np.ndarray, ...]  # inputs, targets and, where attention keeps documents apart, each input's document
+ROUNDS = 4  # of `permute`
 
 
-def batch(
-    stream: Sequence, *, seed: int, first: int, size: int, sequence_length: int, document_start: int | None = None
-) -> Batch:
-    """Inputs and targets, int64 (size, sequence_length), of the sequences from `first` on, counted over the run."""
+class Batch(NamedTuple):
+    """Sequences to predict, int64 (sequences, tokens) each."""
+
+    inputs: np.ndarray
+    targets: np.ndarray  # the id after each input, or `IGNORED`
+    documents: np.ndarray | None = None  # the number of each input's document, where attention keeps documents apart
+
+    def with_documents(self, document_start: int | None) -> "Batch":
+        """The same with documents, which begin with the id `document_start`, unless that is None."""
+        return self if document_start is None else self._replace(documents=np.cumsum(self.inputs == document_start, 1))
+
+
+def batch(stream: Sequence, *, seed: int, first: int, size: int, sequence_length: int) -> Batch:
+    """The `size` sequences from `first` on, counted over the run."""
     rows = []
     for windows, offset in windows_by_epoch(len(stream) // sequence_length, seed, first, size):
         for window in windows:
@@ -30,19 +41,14 @@ def batch(
             row = stream[start : start + sequence_length + 1]
             rows.append(np.concatenate([row, stream[: sequence_length + 1 - len(row)]]))
     ids = np.stack(rows).astype(np.int64)
-    return number_documents((ids[:, :-1].copy(), ids[:, 1:].copy()), document_start)
+    return Batch(ids[:, :-1].copy(), ids[:, 1:].copy())
 
 
 def windows_by_epoch(count: int, seed: int, first: int, size: int) -> Iterator[tuple[np.ndarray, int]]:
     """For each epoch that the sequences first .. first + size touch: the indices of its windows, and its offset."""
     for epoch, sequences in itertools.groupby(range(first, first + size), lambda sequence: sequence // count):
-        *keys, offset = np.random.SeedSequence([seed, epoch]).generate_state(5, np.uint64)
+        *keys, offset = np.random.SeedSequence([seed, epoch]).generate_state(ROUNDS + 1, np.uint64)
         yield permute(np.array([*sequences]) % count, count, keys), int(offset)
-
-
-def number_documents(windows: Batch, document_start: int | None) -> Batch:
-    """Inputs and targets with the number of each input's document, if the id that begins a document is given."""
-    return windows if document_start is None else (*windows, np.cumsum(windows[0] == document_start, 1))
 
 
 def permute(index: np.ndarray, count: int, keys: Sequence[int]) -> np.ndarray:
@@ -74,12 +80,11 @@ def mix(values: np.ndarray) -> np.ndarray:
 def validation_windows(
     tokens: Sequence, sequence_length: int, batch_size: int, document_start: int | None = None
 ) -> Iterator[Batch]:
-    """Yield inputs and targets, int64 (batch_size, sequence_length), that predict every token but the first once."""
-    shape = (batch_size, sequence_length)
-    for start in range(0, len(tokens) - 1, batch_size * sequence_length):
-        ids = tokens[start : start + batch_size * sequence_length + 1]
-        inputs = np.zeros(shape, np.int64)
-        targets = np.full(shape, IGNORED, np.int64)  # the last batch is padded
-        inputs.flat[: len(ids) - 1] = ids[:-1]
-        targets.flat[: len(ids) - 1] = ids[1:]
-        yield number_documents((inputs, targets), document_start)
+    """Batches that predict every token but the first once; the last one is padded."""
+    size = batch_size * sequence_length
+    for start in range(0, len(tokens) - 1, size):
+        ids = tokens[start : start + size + 1].astype(np.int64)
+        padding = (0, size + 1 - len(ids))
+        inputs = np.pad(ids[:-1], padding).reshape(batch_size, sequence_length)
+        targets = np.pad(ids[1:], padding, constant_values=IGNORED).reshape(batch_size, sequence_length)
+        yield Batch(inputs, targets).with_documents(document_start)

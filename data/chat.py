@@ -1,7 +1,11 @@
 """How a checkpoint writes a conversation as token ids: its chat template, its special tokens, and what ends an answer.
 
 Special tokens are tokens where the template writes them, and plain text where a person or the model does: nobody can
-end a turn or forge another one by typing `<|im_end|>`.
+end a turn or forge another one by typing `<|end|>`. A question with it and its answer are rendered for training as
+
+    <s><|user|>What is <#|end|>?<|end|><|assistant|>@A token.<|end|>@      # is `BREAK`, @ is `BORDER`
+
+The typed <|end|> is no token, as # is removed after tokens were found. The model learns what is between two @.
 """
 
 import functools
@@ -9,7 +13,6 @@ import itertools
 import json
 import os
 import re
-import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
@@ -20,14 +23,11 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from data.special_tokens import TURNS
-from data.tokenizer import Tokenizer
+from data.tokenizer import BREAK, Tokenizer
 from errors import UserError, reading
 
 Message = dict[str, Any]
-# Random numbers that no text contains. Digits, because templates may change letters (`upper`), but not digits.
-BREAK, BORDER = (str(10**20 + secrets.randbelow(10**20)) for _ in range(2))
-NUMBERS = re.compile("(?=([0-9]{21}))")  # such numbers, also where two overlap
-TAGS = ("<think>", "</think>")
+BORDER = str(int(BREAK) + 1)  # around what `{% generation %}` marks; no text contains it either
 # What shows how a template ends an answer.
 EXAMPLE = ({"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "It is fine."})
 # The template of tokenizers that are trained here, with their `TURNS`.
@@ -47,21 +47,29 @@ def plain_messages(messages: Sequence[dict]) -> list[Message]:
     plain = []
     for number, message in enumerate(messages, 1):
         with reading(f"message {number}", "a message has a role, and its content is text or a list of text parts"):
-            fields = {key: value for key, value in message.items() if value not in (None, [], {})}
-            role = fields.pop("role", fields.pop("from", None))
-            content = fields.pop("content", fields.pop("value", None))
-            parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-            if not all(isinstance(part, dict) for part in parts):
-                raise ValueError("a part of its content is no object with type and text")
-            refused = {str(part["type"]) for part in parts} - {"text"} | fields.keys() & {"tool_calls", "function_call"}
-            if refused:
-                raise ValueError(f"{', '.join(sorted(refused))} is not supported")
-            texts = [part["text"] for part in parts]
-            if not all(isinstance(text, str) for text in (role, *texts)):
-                raise ValueError("its role or its content is not text")
-            other_texts = {key: value for key, value in fields.items() if isinstance(value, str)}
-            plain.append({"role": ROLES.get(role, role), "content": "".join(texts)} | other_texts)
-            "".join(plain[-1].values()).encode("utf-8")  # JSON can have half a surrogate pair as an escape
+            plain.append(plain_message(message))
+    return plain
+
+
+def plain_message(message: dict) -> Message:
+    """One of `plain_messages`; `ValueError` for what is no text."""
+    fields = {key: value for key, value in message.items() if value not in (None, [], {})}
+    role = fields.get("role", fields.get("from"))
+    content = fields.get("content", fields.get("value"))
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    if not all(isinstance(part, dict) for part in parts):
+        raise ValueError("a part of its content is no object with type and text")
+    unsupported = [part["type"] for part in parts if part["type"] != "text"]
+    unsupported += [key for key in ("tool_calls", "function_call") if key in fields]
+    if unsupported:
+        raise ValueError(f"{unsupported[0]} is not supported")
+    texts = [part["text"] for part in parts]
+    if not all(isinstance(text, str) for text in (role, *texts)):
+        raise ValueError("its role or its content is not text")
+    plain = {"role": ROLES.get(role, role), "content": "".join(texts)}
+    renamed = ("role", "from", "content", "value")
+    plain |= {key: value for key, value in fields.items() if isinstance(value, str) and key not in renamed}
+    "".join(plain.values()).encode("utf-8")  # JSON can have half a surrogate pair as an escape
     return plain
 
 
@@ -101,23 +109,23 @@ class ChatFormat:
     def _find_ends(self) -> tuple[int | None, set[int]]:
         """The token that the template writes after an answer, None for plain text; and all tokens that end an answer.
 
-        <|user|>What is it?<|end|><|assistant|>It is fine.<|end|>   all special tokens: small models may run on
-                                                          <|end|>   what follows the answer; not always EOS
+        <s><|user|>What is it?<|end|><|assistant|>It is fine.<|end|>: the last <|end|>, and all special tokens of the
+        text, as small models may run on.
         """
         text = self.render(EXAMPLE, answer_follows=False)
-        after = text.rpartition(EXAMPLE[1]["content"])[2].lstrip()
         added = self.tokenizer.added_tokens
-        special = {i for i, token in added.items() if token.special}
-        control = {i for i, token in added.items() if token.content in self._control}
-        end_of_turn = control.intersection(self.tokenizer.encode_special(after, BREAK).ids[:1])  # one or none
-        written = special.intersection(self.tokenizer.encode_special(text, BREAK).ids)
-        return next(iter(end_of_turn), None), written | end_of_turn
+        special = {i for i in self.tokenizer.encode_special(text).ids if i in added and added[i].special}
+        after_answer = text.rpartition(EXAMPLE[1]["content"])[2].lstrip()
+        for i in self.tokenizer.encode_special(after_answer).ids[:1]:
+            if i in added and added[i].content in self._control:
+                return i, special | {i}
+        return None, special
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """The token ids of the conversation, up to where the model's answer begins."""
         messages = [*self._system, *plain_messages(messages)]
-        check_shown(messages, self.hidden_keys(messages))
-        ids = self.tokenizer.encode_special(self.render(messages), BREAK).ids
+        self.hidden_keys(messages)  # which refuses messages whose content is hidden
+        ids = self.tokenizer.encode_special(self.render(messages)).ids
         if not ids:
             raise UserError("the model's chat template writes nothing for these messages; give them a content.")
         return ids
@@ -133,7 +141,7 @@ class ChatFormat:
         not_found = 0
         if "endgeneration" not in self._template:  # no `{% generation %}` blocks
             learned_spans, not_found = self._find_answers(messages, text)
-        encoding = self.tokenizer.encode_special(text, BREAK)
+        encoding = self.tokenizer.encode_special(text)
         token_starts, token_ends = np.array(encoding.offsets).reshape(-1, 2).T
         learned = np.zeros(len(token_starts), bool)
         for start, end in learned_spans:
@@ -141,45 +149,48 @@ class ChatFormat:
         return np.array(encoding.ids), learned, not_found
 
     def _find_answers(self, messages: Sequence[Message], text: str) -> tuple[list[tuple[int, int]], int]:
-        """Where the answers are in the text of a conversation, and how many are not found there.
+        """Begin and end of the answers in the text of a conversation; and how many are not found there.
 
-        An answer begins where it differs from the generation prompt, which may have an empty thought for it. One that
-        the template changes when the conversation continues (as Qwen3's does) is not found.
+        One that the template changes when the conversation continues (as Qwen3's does) is not found.
         """
-        spans = []
+        marker = "" if self.end_of_turn is None else self.tokenizer.added_tokens[self.end_of_turn].content
+        answer_spans = []
         not_found = 0
         for i, message in enumerate(messages):
-            if message["role"] == "assistant":
-                question = self.render(messages[:i], answer_follows=False)
-                prompt = self.render(messages[:i])
-                answered = self.render(messages[: i + 1], answer_follows=False)
-                common = os.path.commonprefix([prompt, answered])  # noqa: RUF071 - no paths
-                if text.startswith(answered) and (common == prompt or common.startswith(question)):
-                    ended = answered
-                    if self.end_of_turn is not None:  # the template may write more, such as a line break
-                        marker = self.tokenizer.added_tokens[self.end_of_turn].content
-                        before, _, _ = answered.rpartition(marker)
-                        ended = before + marker if len(before) >= len(common) else answered
-                    spans.append((len(common), len(ended)))
-                else:
-                    not_found += 1
-        return spans, not_found
+            if message["role"] != "assistant":
+                continue
+            question = self.render(messages[:i], answer_follows=False)
+            prompt = self.render(messages[:i])
+            answered = self.render(messages[: i + 1], answer_follows=False)
+            # The prompt may have an empty thought that is not in the answer: the answer begins where they differ.
+            shared = os.path.commonprefix([prompt, answered])  # noqa: RUF071 - no paths
+            if text.startswith(answered) and (shared == prompt or shared.startswith(question)):
+                # It ends with the end-of-turn token, after which the template may write more, such as a line break.
+                marker_start = answered.rfind(marker, len(shared))
+                answer_spans.append((len(shared), len(answered) if marker_start < 0 else marker_start + len(marker)))
+            else:
+                not_found += 1
+        return answer_spans, not_found
 
-    def hidden_keys(self, messages: Sequence[Message], *, answer_follows: bool = True) -> list[set[str]]:
-        """The keys of each message whose text the template leaves out; the thoughts in a content are "<think>"."""
-        # Each text is replaced by a unique number; a number that is missing from the rendered text was left out.
+    def hidden_keys(self, messages: Sequence[Message], *, answer_follows: bool = True) -> set[str]:
+        """The keys whose text the template leaves out, "<think>" for a thought; `UserError` where it is a content."""
+        # Each text is replaced by a number of its own; a number that is missing from the rendered text was left out.
         numbers = map(str, itertools.count(int(BORDER) + 1))
-        marked = []
+        numbered = []
         for message in messages:
-            texts = {key: mark_texts(text, numbers) for key, text in message.items() if key != "role"}
-            marked.append(message | texts)
-        shown = {*NUMBERS.findall(self.render(marked, answer_follows=answer_follows))}
-        hidden_keys = []
-        for message in marked:
+            texts = {key: number_texts(text, numbers) for key, text in message.items() if key != "role"}
+            numbered.append(message | texts)
+        rendered = self.render(numbered, answer_follows=answer_follows)
+        hidden = set()
+        for place, message in enumerate(numbered, 1):
             thought, _, answer = message["content"].rpartition("</think>")
-            texts = message | {"<think>": thought, "content": answer}
-            hidden_keys.append({key for key, text in texts.items() if not shown.issuperset(NUMBERS.findall(text))})
-        return hidden_keys
+            for key, text in (message | {"content": answer, "<think>": thought}).items():
+                if any(number not in rendered for number in re.findall("[0-9]{21}", text)):
+                    hidden.add(key)
+            if "content" in hidden:
+                role = message["role"]
+                raise UserError(f"the model's chat template leaves out message {place} ({role}); use another role.")
+        return hidden
 
     def render(self, messages: Sequence[Message], *, answer_follows: bool = True) -> str:
         """The text of the conversation, with a `BREAK` in each token that a person or the model types."""
@@ -198,22 +209,14 @@ class ChatFormat:
         except Exception as error:  # whatever the template raises
             reason = f"{type(error).__name__}: {error}"
             raise UserError(f"the model's chat template does not support this conversation ({reason}).") from error
-        # A border stands at the begin and at the end of each block, so what follows an odd number of them is inside.
-        return [(part, borders % 2 == 1) for borders, part in enumerate(text.split(BORDER))]
+        return [(part, i % 2 == 1) for i, part in enumerate(text.split(BORDER))]  # outside, inside, outside, ...
 
 
-def check_shown(messages: Sequence[Message], hidden_keys: Sequence[set[str]]) -> None:
-    """`UserError` if the content of a message is hidden."""
-    for number, (message, hidden) in enumerate(zip(messages, hidden_keys, strict=True), 1):
-        if "content" in hidden:
-            role = message["role"]
-            raise UserError(f"the model's chat template leaves out message {number} ({role}); use another role.")
-
-
-def mark_texts(text: str, numbers: Iterator[str]) -> str:
+def number_texts(text: str, numbers: Iterator[str]) -> str:
     """Each text between <think> tags, if it is more than space, replaced by the next number."""
-    parts = re.split(f"({'|'.join(TAGS)})", text)
-    return "".join(next(numbers) if part.strip() and part not in TAGS else part for part in parts)
+    parts = re.split("(</?think>)", text)  # every second one is a tag
+    parts[::2] = [next(numbers) if part.strip() else part for part in parts[::2]]
+    return "".join(parts)
 
 
 def break_tokens(text: str, tokens: Iterable[str]) -> str:

@@ -15,22 +15,20 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
 from data.batches import IGNORED, Batch, windows_by_epoch
-from data.chat import ChatFormat, Message, add_chat_template, check_shown, plain_messages
+from data.chat import ChatFormat, Message, add_chat_template, plain_messages
 from data.readers import MESSAGES, ROW_FORMATS, decode, read_rows
 from data.settings import DataSettings
 from data.sources import TextFile
-from data.split import VALIDATION, split_documents
+from data.split import DOCUMENT, VALIDATION, content_hash, split_documents
 from data.tokenizer import Tokenizer
-from data.tokens import DOCUMENT, content_hash, counted, digest
-from errors import UserError, log, reading
-from files import replacing
+from errors import UserError, counted, log, reading
+from files import digest, replacing
 
 SHOWN_LINES = 20
 VERSION = 5  # version of the files; raised when the same conversations and tokenizer would give other rows
@@ -54,8 +52,8 @@ class Conversations:
     prompts: list[str]  # for samples: the first question of a conversation for validation
     train: np.ndarray  # (3, rows, T + 1): ids; whether they are learned; their conversations in the row, 0: padding
     validation: np.ndarray
-    validation_bytes: ClassVar[None] = None  # no bits per byte, which would count what is not learned
-    everything_bytes: ClassVar[None] = None
+    validation_bytes: None = None  # no bits per byte, which would count what is not learned
+    everything_bytes: None = None
 
     def count_sequences(self, settings: DataSettings) -> int:
         """The rows of an epoch; `UserError` for a schedule that would cut them."""
@@ -91,9 +89,9 @@ def row_batches(rows: np.ndarray, batch_size: int) -> Iterator[Batch]:
 
 
 def batch_of(rows: np.ndarray) -> Batch:
-    """Inputs, targets and documents, int64; targets that are not learned are `IGNORED`."""
+    """Rows, see `Conversations.train`, as inputs and targets; those that are not learned are `IGNORED`."""
     ids, learned, documents = rows.astype(np.int64)
-    return ids[:, :-1], np.where(learned, ids, IGNORED)[:, 1:], documents[:, :-1]
+    return Batch(ids[:, :-1], np.where(learned, ids, IGNORED)[:, 1:], documents[:, :-1])
 
 
 def find_conversations(files: Sequence[TextFile]) -> str | None:
@@ -123,72 +121,73 @@ def prepare_conversations(
             fields = pack_split(encode_conversations(files, chat, row_length), settings, tokenizer.dtype)
             with replacing(path) as file:
                 np.savez(file, **fields)
-    with reading(path, f"delete {folder}, which is made again"), np.load(path) as arrays:
-        fields = {name: array if array.ndim else str(array) for name, array in arrays.items()}
-    if max(fields["train"][0].max(), fields["validation"][0].max()) >= vocab_size:
+    with reading(path, f"delete {folder}, which is made again"), np.load(path) as stored:
+        train, validation = stored["train"], stored["validation"]
+        description, text_hash, question = (str(stored[name]) for name in ("description", "text_hash", "question"))
+    if max(train[0].max(), validation[0].max()) >= vocab_size:
         raise UserError("the chat template writes tokens that the model has no embeddings of; give another one.")
-    return Conversations(chat, tokenizer, prompts=[fields.pop("question")], **fields)
+    return Conversations(chat, tokenizer, description, text_hash, [question], train, validation)
 
 
 def pack_split(conversations: dict[int, Conversation], settings: DataSettings, dtype: np.dtype) -> dict[str, object]:
-    """Conversations, by their hash, for training and validation as rows, and what describes them."""
+    """What is stored: conversations, by their hash, in rows for training and validation, and what describes them."""
     if len(conversations) < 2:
         few = counted(len(conversations), "different conversation")
         raise UserError(f"the files have {few}, too few to learn from; give more.")
-    # A table of documents whose size is tokens, not bytes: the limit is MAX_VALIDATION tokens.
+    # Their size in the table is in tokens, not bytes: at most about MAX_VALIDATION tokens are for validation.
     table = [(key, len(conversation.ids), len(conversation.ids)) for key, conversation in conversations.items()]
     is_held_out = split_documents(np.array(table, DOCUMENT), settings) == VALIDATION
     if not is_held_out.any():
         is_held_out[-1] = True
-    fields = {"text_hash": digest(*conversations)}
-    texts = []
+    rows, sizes = {}, []
     for name, mask in (("train", ~is_held_out), ("validation", is_held_out)):
         chosen = [*itertools.compress(conversations.values(), mask)]
-        fields[name] = pack(chosen, settings.sequence_length + 1, dtype)
-        learned = f"{fields[name][1].sum():,} tokens to learn in {counted(fields[name].shape[1], 'row')}"
-        texts.append(f"{counted(len(chosen), 'conversation')}, {learned}")
-    questions = [message["content"] for message in chosen[0].messages if message["role"] == "user"]
-    fields["question"] = questions[0] if questions else "Hello."
-    fields["description"] = f"{texts[0]}, hash {fields['text_hash'][:12]}\n  for validation {texts[1]}"
-    return fields
+        rows[name] = pack(chosen, settings.sequence_length + 1, dtype)
+        learned = f"{rows[name][1].sum():,} tokens to learn in {counted(rows[name].shape[1], 'row')}"
+        sizes.append(f"{counted(len(chosen), 'conversation')}, {learned}")
+    questions = [message["content"] for message in chosen[0].messages if message["role"] == "user"] or ["Hello."]
+    text_hash = digest(*conversations)
+    description = f"{sizes[0]}, hash {text_hash[:12]}\n  for validation {sizes[1]}"
+    return rows | {"text_hash": text_hash, "description": description, "question": questions[0]}
 
 
 def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, row_length: int) -> dict[int, Conversation]:
     """The conversations of all files that can be learned from, by their hash; what is unusual is printed, counted."""
     conversations: dict[int, Conversation] = {}
-    sources = defaultdict(list)  # of each remark: the files or rows that it is about
+    places = defaultdict(list)  # the files or rows that each remark is about
     for file in files:
         if file.format not in ROW_FORMATS:
-            sources["files left out, as they are text and not rows"].append(file.name)
+            places["files left out, as they are text and not rows"].append(file.name)
     rows = itertools.chain.from_iterable(map(read_rows, files))
-    for source, row in tqdm(rows, "conversations", delay=2, unit="", disable=None):
+    for place, row in tqdm(rows, "conversations", delay=2, unit="", disable=None):
         try:
             conversation, remarks = encode_conversation(decode(row), chat, row_length)
         except (UserError, ValueError, RecursionError) as error:  # no row of this shape, or none for this template
             skipped = "rows skipped, as each must be one object with messages that the template supports"
-            sources[skipped].append(f"{source}: {error!s:.200}")
+            places[skipped].append(f"{place}: {error!s:.200}")
             continue
         for remark in remarks:
-            sources[remark].append(source)
+            places[remark].append(place)
         key = content_hash(json.dumps(conversation.messages))
         if key in conversations:
-            sources["duplicates dropped"].append(source)
+            places["duplicates dropped"].append(place)
         elif conversation.learned[1:].any():
             conversations[key] = conversation
-    for remark, where in sources.items():
-        log(f"{remark}: {len(where):,} (the first: {where[0]})")
+    for remark, its_places in places.items():
+        log(f"{remark}: {len(its_places):,} (the first: {its_places[0]})")
     return conversations
 
 
 def encode_conversation(row: dict, chat: ChatFormat, row_length: int) -> tuple[Conversation, list[str]]:
     """A conversation, cut after an answer to at most `row_length` ids, and what is unusual about it."""
     messages, unused = messages_of(row)
-    hidden_keys = chat.hidden_keys(messages, answer_follows=False)
-    check_shown(messages, hidden_keys)
-    unused = unused.union(*hidden_keys)
+    unused |= chat.hidden_keys(messages, answer_follows=False)
     ids, learned, not_found = chat.encode_learned(messages)
-    remarks = [f"rows in which nothing uses the keys {', '.join(sorted(unused))}"] if unused else []
-    remarks += ["answers not learned, as the template changes them when the conversation continues"] * not_found
+    remarks = []
+    if unused:
+        remarks.append(f"rows in which nothing uses the keys {', '.join(sorted(unused))}")
+    if not_found:
+        remarks.append("rows with answers not learned, as the template changes them when the conversation continues")
     ends_answer = learned & ~np.append(learned[1:], False)
     if (ends_answer[:-1] & (ids[1:] == chat.end_of_turn)).any():
         remarks.append("conversations whose end-of-turn token is not learned, as {% generation %} leaves it out")
@@ -209,8 +208,8 @@ def messages_of(row: dict) -> tuple[list[Message], set[str]]:
     if row.get("system") and messages[0]["role"] != "system":
         messages = plain_messages([{"role": "system", "content": row["system"]}, *messages])
         used.add("system")
-    fields = itertools.chain(row.items(), *(message.items() for message in row[name]))
-    return messages, {key for key, value in fields if value not in (None, "", [], {})} - used.union(*messages)
+    keys = {key for fields in (row, *row[name]) for key, value in fields.items() if value not in (None, "", [], {})}
+    return messages, keys - used.union(*messages)
 
 
 def pack(conversations: Sequence[Conversation], row_length: int, dtype: np.dtype) -> np.ndarray:

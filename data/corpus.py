@@ -8,7 +8,6 @@ import lzma
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 
@@ -18,18 +17,17 @@ from data.settings import DataSettings
 from data.sources import TextFile, resolve
 from data.split import DUPLICATE, MAX_VALIDATION, TRAIN, VALIDATION, split_documents
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from data.tokens import TokenStream, counted, prepare_units
+from data.tokens import TokenStream, prepare_units
 from data.train_tokenizer import trained_tokenizer
-from errors import UserError
+from errors import UserError, counted
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text that can be trained on. Its methods are those of `Conversations`, so that training need not ask."""
+    """A text that can be trained on, with the methods of `Conversations`."""
 
-    chat: ClassVar[None] = None  # a text has no chat template
     tokenizer: Tokenizer
-    documents: np.ndarray  # rows of `tokens.DOCUMENT`, without duplicates
+    documents: np.ndarray  # rows of `split.DOCUMENT`, without duplicates
     duplicates: int
     train: TokenStream
     validation: np.ndarray  # (tokens,) uint16, or uint32 for a vocabulary over 65,536
@@ -38,6 +36,7 @@ class Corpus:
     everything: TokenStream  # also duplicates
     everything_bytes: int
     document_start: int | None = None  # the id that begins a document, where attention keeps documents apart
+    chat: None = None  # a text has no chat template
 
     @property
     def text_hash(self) -> str:
@@ -61,41 +60,41 @@ class Corpus:
 
     @property
     def description(self) -> str:
-        """Three lines to print, and a note on tokens that are too short or too long."""
+        """Three lines to print, and the advice."""
         size = int(self.documents["bytes"].sum())
-        train_bytes_per_token = (size - self.validation_bytes) / max(1, len(self.train))
+        documents = f"{counted(len(self.documents), 'document')} ({counted(self.duplicates, 'duplicate')} dropped)"
+        bytes_per_token = (size - self.validation_bytes) / max(1, len(self.train))  # of the text to train on
+        tokens = f"{len(self.train):,} tokens to train on, {bytes_per_token:.2f} bytes per token"
+        source = f"{self.validation_source}, {self.validation_bytes / 1e6:.2f} MB"
         lines = [
-            f"{counted(len(self.documents), 'document')} ({counted(self.duplicates, 'duplicate')} dropped), "
-            f"{size / 1e6:.2f} MB, hash {self.text_hash[:12]}",
-            f"{len(self.train):,} tokens to train on, {train_bytes_per_token:.2f} bytes per token, "
-            f"vocabulary {self.tokenizer.vocab_size:,}",
-            f"{len(self.validation):,} for validation ({self.validation_source}, {self.validation_bytes / 1e6:.2f} MB)",
+            f"{documents}, {size / 1e6:.2f} MB, hash {self.text_hash[:12]}",
+            f"{tokens}, vocabulary {self.tokenizer.vocab_size:,}",
+            f"{len(self.validation):,} for validation ({source})",
         ]
+        return "\n  ".join(lines + self.advice)
+
+    @property
+    def advice(self) -> list[str]:
+        """A note to print where tokens are too short or too long."""
         if self.bytes_per_token < 1.6:
-            lines.append(
-                "note: tokens are nearly single bytes; a tokenizer made of this text, with enough pieces, is better"
-            )
+            fix = "a tokenizer made of this text, with enough pieces, is better"
+            return [f"note: tokens are nearly single bytes; {fix}"]
         if self.has_long_tokens:
-            lines.append(
-                "note: tokens are whole phrases, as the text is small or repeats itself; give a smaller --vocab-size, "
-                f"such as {max(300, self.tokenizer.vocab_size // 4)}"
-            )
-        return "\n  ".join(lines)
+            fix = f"give a smaller --vocab-size, such as {max(300, self.tokenizer.vocab_size // 4)}"
+            return [f"note: tokens are whole phrases, as the text is small or repeats itself; {fix}"]
+        return []
 
     def count_sequences(self, settings: DataSettings) -> int:
         """The sequences of an epoch; `UserError` if they are fewer than a batch."""
-        length = settings.sequence_length
-        count = len(self.train) // length
-        if count < settings.batch_size:
-            raise UserError(
-                f"the text has {len(self.train):,} tokens to train on, but one batch of {settings.batch_size} "
-                f"sequences of {length} needs {settings.batch_size * length:,}; give more text, or a smaller "
-                "--batch-size or --sequence-length."
-            )
-        return count
+        length, size = settings.sequence_length, settings.batch_size
+        if len(self.train) // length < size:
+            needed = f"one batch of {size} sequences of {length} needs {size * length:,}"
+            fix = "give more text, or a smaller --batch-size or --sequence-length"
+            raise UserError(f"the text has {len(self.train):,} tokens to train on, but {needed}; {fix}.")
+        return len(self.train) // length
 
     def batch(self, **order: int) -> Batch:
-        return batch(self.train, document_start=self.document_start, **order)
+        return batch(self.train, **order).with_documents(self.document_start)
 
     def validation_batches(self, sequence_length: int, batch_size: int) -> Iterator[Batch]:
         return validation_windows(self.validation, sequence_length, batch_size, self.document_start)
@@ -110,17 +109,20 @@ class Corpus:
         return 8 * len(lzma.compress(text, preset=7 | lzma.PRESET_EXTREME)) / max(1, len(text))
 
 
-def prepare(
-    settings: DataSettings, tokenizer: str | Path | None = None, vocab_size: int = 4096
-) -> Corpus | Conversations:
+Text = Corpus | Conversations
+
+
+def prepare(settings: DataSettings, tokenizer: str | Path | None = None, vocab_size: int = 4096) -> Text:
     """What --data names, by the tokenizer in a file or folder or, if None, a new one of at most `vocab_size` pieces."""
     files = resolve(settings)
-    loaded = tokenizer and load_tokenizer(tokenizer)
     chat_file = find_conversations(files)
-    if chat_file is not None and loaded is None:
+    if tokenizer:
+        loaded = load_tokenizer(tokenizer)
+    elif chat_file is None:
+        loaded = trained_tokenizer(files, settings, vocab_size)
+    else:
         fix = f"give a model to teach them with --init-from, or leave out {chat_file}"
         raise UserError(f"{', '.join(settings.data)} has conversations; {fix}.")
-    loaded = loaded or trained_tokenizer(files, settings, vocab_size)
     check_vocabulary(loaded, vocab_size)
     if chat_file is None:
         return split_text(files, settings, loaded)
@@ -140,16 +142,20 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
     table = np.concatenate([unit.table for unit in units])
     kinds = split_documents(table, settings)
     documents = table[kinds != DUPLICATE]
-    held_out = table[kinds == VALIDATION]
-    train = TokenStream(units, (kinds == TRAIN).tolist())
-    validation = TokenStream(units, (kinds == VALIDATION).tolist())[:]
-    validation_bytes = int(held_out["bytes"].sum())
-    if len(held_out) == 0:
+    to_train_on = (kinds == TRAIN).tolist()
+    train = TokenStream(units, to_train_on)
+    if VALIDATION in kinds:
+        held_out = table["bytes"][kinds == VALIDATION]
+        source = counted(len(held_out), "document")
+        validation = TokenStream(units, (kinds == VALIDATION).tolist())[:]
+        validation_bytes = int(held_out.sum())
+    else:
+        source = "the end of the text"
         fraction = min(settings.validation_fraction, MAX_VALIDATION / int(documents["bytes"].sum()))
         end = len(train) - max(2, round(fraction * len(train)))
         validation = train[end:]
         validation_bytes = len(tokenizer.decode(validation).encode("utf-8"))
-        train.length = end
+        train = TokenStream(units, to_train_on, end)
     return Corpus(
         tokenizer=tokenizer,
         documents=documents,
@@ -157,7 +163,7 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
         train=train,
         validation=validation,
         validation_bytes=validation_bytes,
-        validation_source=counted(len(held_out), "document") if len(held_out) > 0 else "the end of the text",
+        validation_source=source,
         everything=TokenStream(units, [True] * len(table)),
         everything_bytes=int(table["bytes"].sum()),
         document_start=tokenizer.document_start if settings.document_mask else None,

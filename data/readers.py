@@ -25,7 +25,7 @@ def read_documents(file: TextFile) -> Iterator[Document]:
         path = file.fetch()
         if file.optional:
             try:
-                for _ in read_blocks(path):
+                for _ in read_blocks(path):  # to its end, as a document that has begun cannot be left out
                     pass
             except UserError as error:
                 note(f"skipped: {error}")

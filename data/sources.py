@@ -52,24 +52,23 @@ def resolve(settings: DataSettings) -> list[TextFile]:
 
 
 def find_files(name: str, settings: DataSettings) -> list[TextFile]:
-    """The files of a name, path, folder, pattern or `hub:OWNER/NAME[/folder]`; a name wins over a folder called so."""
+    """The files of a known text, of a data set, or of a path or pattern; a known text wins over a folder called so."""
     path = os.path.expanduser(name)
     if name == "python":
-        return standard_library()
-    if name == "python-chat":
-        return [dataclasses.replace(file, format=name) for file in standard_library() if file.format == "text"]
-    if name in HUB_TEXTS:
+        files = standard_library()
+    elif name == "python-chat":
+        files = [dataclasses.replace(file, format=name) for file in standard_library() if file.format == "text"]
+    elif name in HUB_TEXTS:
         files = hub_files(*HUB_TEXTS[name], settings)
-    elif name.startswith("hub:"):
+    elif name.startswith("hub:"):  # hub:OWNER/NAME[/FOLDER]
         parts = name.removeprefix("hub:").rstrip("/").split("/")
-        start = "".join(f"{folder}/" for folder in parts[2:])  # files are compared with a slash at their end, too
-        files = hub_files("/".join(parts[:2]), "main", start, settings)
+        files = hub_files("/".join(parts[:2]), "main", "".join(f"{folder}/" for folder in parts[2:]), settings)
     elif os.path.isfile(path):
         files = text_files([path], settings.text_field, optional=False)
     elif os.path.isdir(path) or glob.has_magic(path):
         paths = list(visible_files(path)) if os.path.isdir(path) else sorted(glob.glob(path, recursive=True))
-        note_left_out(name, paths)
         files = text_files(paths, settings.text_field)
+        note_left_out(name, paths)
     else:
         choices = f"a path, a pattern, hub:OWNER/NAME, or one of python, python-chat, {', '.join(HUB_TEXTS)}"
         raise UserError(f'no file, folder or known text is called "{name}"; give {choices}.')
@@ -92,12 +91,10 @@ def text_files(paths: Iterable[str | Path], text_field: str, optional: bool = Tr
 
 def note_left_out(name: str, paths: Iterable[str]) -> None:
     """Say how many files, by suffix, and folders are not read of those that a folder has or a pattern matches."""
-    left_out: Counter[str] = Counter()
-    for path in paths:
-        if os.path.isdir(path) and "**" not in name:  # which matches the files in the folder, too
-            left_out["folder"] += 1
-        elif os.path.isfile(path) and not find_format(path):
-            left_out[Path(path).suffix or "without a suffix"] += 1
+    files = [path for path in paths if os.path.isfile(path) and not find_format(path)]
+    left_out = Counter(Path(path).suffix or "without a suffix" for path in files)
+    if "**" not in name:  # which matches the files in folders, too
+        left_out += Counter("folder" for path in paths if os.path.isdir(path))
     if left_out:
         counts = ", ".join(f"{count} {suffix}" for suffix, count in left_out.most_common(8))
         note(f"left out of {name}: {counts}; export what should be read as .txt, and name folders in --data")
@@ -109,13 +106,12 @@ def find_format(path: str | Path) -> str | None:
     return next((format for suffix, format in FORMATS.items() if name.endswith(suffix)), None)
 
 
-def visible_files(folder: str | Path, excluded: Iterable[str] = ()) -> Iterator[str]:
+def visible_files(folder: str | Path, excluded: Iterable[str] = (), note_links: bool = True) -> Iterator[str]:
     """The files in a folder and the folders in it, sorted, without hidden ones; links to folders are not followed."""
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name not in excluded and not name.startswith("."))
         for name in folders:
-            # Said of a user's folder, not of the standard library, which alone has `excluded`.
-            if not excluded and os.path.islink(os.path.join(parent, name)):
+            if note_links and os.path.islink(os.path.join(parent, name)):
                 note(f"skipped: {os.path.join(parent, name)} is a link to a folder; name it in --data too")
         yield from (os.path.join(parent, name) for name in sorted(names) if not name.startswith("."))
 
@@ -123,10 +119,10 @@ def visible_files(folder: str | Path, excluded: Iterable[str] = ()) -> Iterator[
 def standard_library() -> list[TextFile]:
     """The running interpreter's own sources and its prose documentation: real text on every machine with Python."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = (Path(path) for path in visible_files(root, EXCLUDED.split()) if path.endswith(".py"))
+    paths = [Path(path) for path in visible_files(root, EXCLUDED.split(), note_links=False) if path.endswith(".py")]
     # 1 MB of `encodings` is generated character tables.
-    paths = (path for path in paths if path.parent.name != "encodings" or b"decoding_table" not in path.read_bytes())
-    files = text_files(paths, "text")
+    tables = {path for path in paths if path.parent.name == "encodings" and b"decoding_table" in path.read_bytes()}
+    files = text_files((path for path in paths if path not in tables), "text")
     topics = text_files([root / "pydoc_data" / "topics.py"], "text", optional=False)
     return files + [dataclasses.replace(file, format="topics") for file in topics]
 
@@ -146,6 +142,7 @@ def hub_files(dataset: str, revision: str, start: str, settings: DataSettings) -
     return [
         TextFile(path, find_format(path), settings.text_field, size, listed["commit"], dataset)
         for path, size in sorted(listed["sizes"].items())
+        # `start` may be a file's path, too, with a slash behind it.
         if f"{path}/".startswith(start) and find_format(path) and not path.endswith((".md", ".py"))
     ]
 

@@ -1,5 +1,7 @@
 """Which documents are for training and which for validation: it depends on the text alone."""
 
+import hashlib
+
 import numpy as np
 
 from data.batches import mix
@@ -9,6 +11,12 @@ from data.settings import DataSettings
 # vary by 2 nats, and evaluating more would only take time away from training.
 MAX_VALIDATION = 4_000_000  # bytes
 TRAIN, VALIDATION, DUPLICATE = 0, 1, 2
+DOCUMENT = np.dtype([("hash", "<u8"), ("bytes", "<u8"), ("tokens", "<u8")])  # a row of a table of documents
+
+
+def content_hash(text: str) -> int:
+    """The hash of a document."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
 
 
 def may_be_held_out(hashes: np.ndarray, settings: DataSettings) -> np.ndarray:
@@ -18,7 +26,7 @@ def may_be_held_out(hashes: np.ndarray, settings: DataSettings) -> np.ndarray:
 
 
 def split_documents(table: np.ndarray, settings: DataSettings) -> np.ndarray:
-    """TRAIN, VALIDATION or DUPLICATE for each row of `tokens.DOCUMENT`.
+    """TRAIN, VALIDATION or DUPLICATE for each row of `DOCUMENT`.
 
     Of equal documents the first is kept. Candidates become validation documents in order, until they hold 4 MB; one
     that would bring them above twice their share is skipped. With no training document left, there are none.

@@ -8,6 +8,8 @@ import hashlib
 import itertools
 import json
 import re
+import secrets
+import threading
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -31,6 +33,8 @@ CONFIG_FIELDS = """
 ALPHABET = sorted(ByteLevel.alphabet())
 PRINTABLE = [ord(character) for character in ALPHABET if ord(character) < 256]
 BYTES = dict(zip(ALPHABET, PRINTABLE + sorted({*range(256)} - {*PRINTABLE}), strict=True))
+# A random number that no text contains. Digits, because chat templates may change letters (`upper`), but not digits.
+BREAK = str(10**20 + secrets.randbelow(10**20))
 
 
 class Tokenizer:
@@ -45,16 +49,16 @@ class Tokenizer:
             self._tokenizer.encode_special_tokens = True
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
+        self._lock = threading.Lock()  # held while the tokenizer encodes: `encode_special` changes it meanwhile
         with reading(folder / "tokenizer_config.json"):
             config = self.fields("tokenizer_config.json")
             old = self.fields("special_tokens_map.json"), self.fields("added_tokens.json")
             self.config, self.special_tokens = add_tokens(self._tokenizer, config, *old)
-            if self.config is not config:  # it has tokens that tokenizer.json lacks
-                texts = {"tokenizer_config.json": json.dumps(self.config), "tokenizer.json": self._tokenizer.to_str()}
-                self.files = files | {name: text.encode() for name, text in texts.items()}
-            self.bos_id = find_bos(self._tokenizer, self.config, self.special_tokens.get("bos_token"))
-            eos = self.special_tokens.get("eos_token")
-            self.eos_id = find_eos(self._tokenizer, eos, self.fields("generation_config.json"))
+            if self.config is not config:  # it had tokens that tokenizer.json lacked
+                self.files = files | {"tokenizer_config.json": json.dumps(self.config).encode()}
+                self.files["tokenizer.json"] = self._tokenizer.to_str().encode()
+            self.bos_id = find_bos(self._tokenizer, self.config, self.special_tokens)
+            self.eos_id = find_eos(self._tokenizer, self.special_tokens, self.fields("generation_config.json"))
         self.vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)  # the id of each token
         self.vocab_size = max(self.vocabulary.values()) + 1
         self.dtype = np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")  # holds every id
@@ -69,30 +73,29 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[array]:
         """Encode many texts on all cores."""
-        with reading(self.folder / "tokenizer.json"):
+        with reading(self.folder / "tokenizer.json"), self._lock:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [array("I", encoding.ids) for encoding in encodings]
 
-    def encode_special(self, text: str, mark: str) -> tokenizers.Encoding:
+    def encode_special(self, text: str) -> tokenizers.Encoding:
         """Encode a text whose special tokens are tokens, as in the text that a chat template writes.
 
-        `mark` is removed once they are found: what it breaks is plain text. Offsets count the marks' characters, too.
-        No other thread may encode meanwhile, as it would read special tokens, too.
+        `BREAK` is removed once they are found: what it breaks is plain text. Offsets count its characters, too.
         """
-        normalizer = self._tokenizer.normalizer
-        steps = [normalizers.Replace(mark, "")] + ([] if normalizer is None else [normalizer])
-        self._tokenizer.normalizer = normalizers.Sequence(steps)
-        self._tokenizer.encode_special_tokens = False
-        try:
-            with reading(self.folder / "tokenizer.json"):
+        with reading(self.folder / "tokenizer.json"), self._lock:
+            normalizer = self._tokenizer.normalizer
+            steps = [normalizers.Replace(BREAK, "")] + ([] if normalizer is None else [normalizer])
+            self._tokenizer.normalizer = normalizers.Sequence(steps)
+            self._tokenizer.encode_special_tokens = False
+            try:
                 return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
-        finally:
-            self._tokenizer.normalizer = normalizer
-            self._tokenizer.encode_special_tokens = True
+            finally:
+                self._tokenizer.normalizer = normalizer
+                self._tokenizer.encode_special_tokens = True
 
     def decode(self, ids: Iterable[int], *, special: bool = False) -> str:
-        """Text of ids. Special tokens (without `special`) and unknown ids give nothing, bytes that are no character
-        U+FFFD each; the library would replace all bytes around them too."""
+        """Text of ids, without unknown ones and, unless `special`, special ones. Each byte that is part of no character
+        becomes U+FFFD; the library would replace all bytes around it, too."""
         valid = []
         for is_byte, group in itertools.groupby(map(int, ids), lambda i: i in self._byte_values):
             if is_byte:
@@ -111,11 +114,11 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """What a token stands for, special ones too: its text in UTF-8, or bytes that are no character alone."""
-        if token in self._byte_values:
+        if token in self._byte_values:  # <0x0A>
             return bytes([self._byte_values[token]])
-        text = self.decode([*self.encode("a"), token], special=True)[1:]
+        text = self.decode([*self.encode("a"), token], special=True)[1:]  # at the start, a space might be dropped
         name = self._tokenizer.id_to_token(token)
-        if "\ufffd" in text and BYTES.keys() >= {*name}:
+        if "\ufffd" in text and BYTES.keys() >= {*name}:  # "ä½" of a byte-level vocabulary: E4 BD
             return bytes(BYTES[character] for character in name)
         return text.encode()
 
@@ -177,7 +180,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """The prompt's token ids after what precedes them in training: BOS or, if there are none, the EOS before."""
-    ids = tokenizer.encode(prompt[:-1] if tokens_after(tokenizer, prompt) else prompt)
+    if tokens_after(tokenizer, prompt):  # then the space is part of the next token
+        prompt = prompt[:-1]
+    ids = tokenizer.encode(prompt)
     if tokenizer.bos_id is not None:
         return [tokenizer.bos_id, *ids]
     return ids or [tokenizer.eos_id]

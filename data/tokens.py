@@ -12,8 +12,8 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import operator
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,14 +25,14 @@ from tqdm import tqdm
 
 from data.readers import Document, read_documents
 from data.sources import TextFile
+from data.split import DOCUMENT
 from data.tokenizer import Tokenizer
 from errors import UserError
-from files import replacing
+from files import digest, replacing
 
 VERSION = 7  # raised when the same text and tokenizer would give other files
 UNIT_BYTES = 64_000_000
 GROUP = 4_000_000  # characters that are encoded together, on all cores
-DOCUMENT = np.dtype([("hash", "<u8"), ("bytes", "<u8"), ("tokens", "<u8")])
 
 
 @dataclass(frozen=True)
@@ -62,55 +62,60 @@ class Unit:
         """The rows of its documents; `UserError` unless its ids are as many as they say."""
         table = np.fromfile(self.path.with_suffix(".docs"), DOCUMENT)
         if int(table["tokens"].sum()) * self.tokenizer.dtype.itemsize != self.path.stat().st_size:
-            folder = self.path.parent
-            raise UserError(f"{self.path} is damaged: its table has other ids; delete {folder}; it is made again.")
+            fix = f"delete {self.path.parent}; it is made again"
+            raise UserError(f"{self.path} is damaged: its table has other ids; {fix}.")
         return table
 
 
 def write_ids(file: BinaryIO, documents: Iterable[Document], tokenizer: Tokenizer) -> np.ndarray:
-    """Append the ids of documents to an open file; a row of `DOCUMENT` for each that is not empty."""
-    begin = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], tokenizer.dtype)
-    end = np.array([tokenizer.eos_id], tokenizer.dtype)
-    table = array("Q")
-    for _, blocks in itertools.groupby(encode_blocks(documents, tokenizer), operator.itemgetter(0)):
-        content = hashlib.blake2b(digest_size=8)
+    """Write the ids of documents to an open file; a row of `DOCUMENT` for each that is not empty."""
+    bos = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], tokenizer.dtype)
+    eos = np.array([tokenizer.eos_id], tokenizer.dtype)
+    table = array("Q")  # row after row
+    for _, blocks in itertools.groupby(encode_blocks(documents, tokenizer), lambda block: block[0]):
+        content = hashlib.blake2b(digest_size=8)  # as in `content_hash`
         size = 0
-        tokens = len(begin) + len(end)
-        file.write(begin)
-        for _, block, ids in blocks:
-            encoded = block.encode("utf-8")
+        start = file.tell()
+        file.write(bos)
+        for _, text, ids in blocks:
+            encoded = text.encode("utf-8")
             content.update(encoded)
             size += len(encoded)
-            tokens += len(ids)
             file.write(np.asarray(ids, tokenizer.dtype))
-        file.write(end)
+        file.write(eos)
+        tokens = (file.tell() - start) // tokenizer.dtype.itemsize
         table.extend((int.from_bytes(content.digest(), "little"), size, tokens))
     return np.array(table, "<u8").view(DOCUMENT)
 
 
 def encode_blocks(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[int, str, Sequence[int]]]:
-    """The blocks of documents, each with the number of its document and its ids."""
-    for _, group in itertools.groupby(group_blocks(documents), operator.itemgetter(0)):
-        _, numbers, blocks = zip(*group, strict=True)
-        yield from zip(numbers, blocks, tokenizer.encode_batch(blocks), strict=True)
-
-
-def group_blocks(documents: Iterable[Document]) -> Iterator[tuple[int, int, str]]:
-    """The blocks of documents, each with the numbers of its group of about `GROUP` characters and of its document."""
+    """The blocks of documents, each with the number of its document and its ids; `GROUP` characters at a time."""
+    numbers: list[int] = []
+    blocks: list[str] = []
     characters = 0
     for number, document in enumerate(documents):
         for block in document:
-            yield characters // GROUP, number, block
+            numbers.append(number)
+            blocks.append(block)
             characters += len(block)
+            if characters >= GROUP:
+                yield from zip(numbers, blocks, tokenizer.encode_batch(blocks), strict=True)
+                numbers.clear()
+                blocks.clear()
+                characters = 0
+    yield from zip(numbers, blocks, tokenizer.encode_batch(blocks), strict=True)
 
 
 def prepare_units(files: Sequence[TextFile], tokenizer: Tokenizer, folder: Path) -> list[Unit]:
     """The units of files, made complete: first those that no other command is at, then what is left."""
     folder.mkdir(parents=True, exist_ok=True)
+    groups = defaultdict(list)  # the files of each unit
+    bytes_before = 0
+    for file in files:
+        groups[bytes_before // UNIT_BYTES].append(file)
+        bytes_before += file.size
     units = []
-    bytes_before = itertools.accumulate((file.size for file in files), initial=0)  # each file
-    for _, pairs in itertools.groupby(zip(bytes_before, files, strict=False), lambda pair: pair[0] // UNIT_BYTES):
-        group = tuple(file for _, file in pairs)  # names, sizes and times of files stand for their text
+    for group in map(tuple, groups.values()):  # names, sizes and times of files stand for their text
         units.append(Unit(group, tokenizer, folder / f"{digest(VERSION, group, tokenizer.hash)}.bin"))
     missing = [unit for unit in units if not unit.is_complete()]
     for unit in tqdm(missing, "tokenizing", unit="unit", delay=2, disable=None):
@@ -122,63 +127,40 @@ def prepare_units(files: Sequence[TextFile], tokenizer: Tokenizer, folder: Path)
     return units
 
 
-@dataclass(frozen=True)
-class Span:
-    """Chosen documents that are neighbours in a file: where they are, and how long, in ids."""
-
-    path: Path
-    file_start: int
-    stream_start: int
-    length: int
-
-
 class TokenStream:
     """The ids of documents, end to end, read when they are asked for."""
 
-    def __init__(self, units: Sequence[Unit], chosen: list[bool]):
-        """chosen: whether a document is in the stream, for each row of the units' tables."""
+    def __init__(self, units: Sequence[Unit], chosen: list[bool], end: int | None = None):
+        """chosen: whether a document is in the stream, for each row of the units' tables; end: of a shorter one."""
         self._dtype = units[0].tokenizer.dtype
-        self.length = 0  # in ids; may be set to fewer
-        self._spans: list[Span] = []
+        self._spans = []  # of chosen documents that are neighbours in a file: the file, and where they begin in it
+        self._starts = [0]  # where each span begins in the stream; the last is where the stream ends
         row = 0
         for unit in units:
             file_start = 0
             pairs = zip(chosen[row : row + len(unit.table)], unit.table["tokens"].tolist(), strict=True)
-            for is_chosen, documents in itertools.groupby(pairs, operator.itemgetter(0)):
+            for is_chosen, documents in itertools.groupby(pairs, lambda pair: pair[0]):
                 length = sum(tokens for _, tokens in documents)
                 if is_chosen:
-                    self._spans.append(Span(unit.path, file_start, self.length, length))
-                    self.length += length
+                    self._spans.append((unit.path, file_start))
+                    self._starts.append(self._starts[-1] + length)
                 file_start += length
             row += len(unit.table)
+        self._length = self._starts[-1] if end is None else end
 
     def __len__(self) -> int:
-        return self.length
+        return self._length
 
     def __getitem__(self, positions: slice) -> np.ndarray:
         """The ids of a slice with step 1. Read each time, since mapped pages would count as memory of the process."""
         start, stop, _ = positions.indices(len(self))
         ids = [np.empty(0, self._dtype)]
-        index = bisect.bisect_right(self._spans, start, key=lambda span: span.stream_start) - 1
+        index = bisect.bisect_right(self._starts, start) - 1
         while start < stop:
-            span = self._spans[index]
-            skipped = start - span.stream_start
-            count = min(stop - start, span.length - skipped)
-            offset = (span.file_start + skipped) * self._dtype.itemsize
-            ids.append(np.fromfile(span.path, self._dtype, count, offset=offset))
-            start += count
+            path, file_start = self._spans[index]
+            end = min(stop, self._starts[index + 1])
+            offset = (file_start + start - self._starts[index]) * self._dtype.itemsize
+            ids.append(np.fromfile(path, self._dtype, end - start, offset=offset))
+            start = end
             index += 1
         return np.concatenate(ids)
-
-
-def digest(*parts: object) -> str:
-    """A hash of values that have the same `repr` wherever they are equal."""
-    return hashlib.blake2b(repr(parts).encode("utf-8", "surrogateescape"), digest_size=12).hexdigest()
-
-
-def content_hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -17,11 +17,12 @@ from data.readers import BLOCK, read_documents
 from data.settings import DataSettings
 from data.sources import TextFile
 from data.special_tokens import TURNS
-from data.split import MAX_VALIDATION, may_be_held_out
+from data.split import MAX_VALIDATION, content_hash, may_be_held_out
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.tokenizer_json import read_model, tokenizer_files
-from data.tokens import VERSION, content_hash, digest
+from data.tokens import VERSION
 from errors import UserError, note, reading
+from files import digest
 
 # Characters. A tokenizer of Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
 SAMPLE_SIZE = 10_000_000
@@ -58,8 +59,8 @@ def trained_tokenizer(files: list[TextFile], settings: DataSettings, vocab_size:
             read_model(tokenizer.files["tokenizer.model"])  # it goes into every checkpoint
             return tokenizer
         print(f"training a tokenizer of {vocab_size:,} pieces (once) ...", file=sys.stderr, flush=True)
-        all_documents = dataclasses.replace(settings, validation_fraction=0)
-        sample = sample_text(files, settings) or sample_text(files, all_documents)
+        everything = dataclasses.replace(settings, validation_fraction=0)  # where all documents may be for validation
+        sample = sample_text(files, settings) or sample_text(files, everything)
         if any("▁" in block for block in sample):
             note("this text has the character ▁ (U+2581): it becomes a space")
         tokenizer = train_tokenizer(sample, vocab_size)
@@ -68,20 +69,20 @@ def trained_tokenizer(files: list[TextFile], settings: DataSettings, vocab_size:
 
 
 def sample_text(files: list[TextFile], settings: DataSettings) -> list[str]:
-    """Blocks of text, at most `SAMPLE_SIZE` characters: those with the smallest hashes, so from everywhere alike.
-
-    Without documents that may be for validation.
+    """Blocks of documents that are not for validation, of at most `SAMPLE_SIZE` characters together: those with the
+    smallest hashes, which is a random choice from all of the text.
     """
     sample: list[tuple[int, str]] = []  # hashes and blocks
     size = 0
     limit = 1 << 64
     documents = itertools.chain.from_iterable(map(read_documents, files))
-    for document in map(iter, tqdm(documents, "reading", unit=" documents", delay=2, disable=None)):
-        beginning = [*itertools.islice(document, 1 + 2 * MAX_VALIDATION // BLOCK)]
+    for document in tqdm(documents, "reading", unit=" documents", delay=2, disable=None):
+        blocks = iter(document)
+        beginning = [*itertools.islice(blocks, 1 + 2 * MAX_VALIDATION // BLOCK)]
         # A longer document is never held out (see `split_documents`): the hash of its beginning does not matter.
         if may_be_held_out(np.array([content_hash("".join(beginning))], np.uint64), settings)[0]:
             continue
-        for block in itertools.chain(beginning, document):
+        for block in itertools.chain(beginning, blocks):
             key = content_hash(block)
             if key < limit:
                 sample.append((key, block))

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from data import corpus
 from data.batches import batch
 from data.settings import DataSettings
-from data.tokens import DOCUMENT
+from data.split import DOCUMENT
 
 LENGTH = 1000  # tokens of a document
 

@@ -10,8 +10,7 @@ import torch
 import kernels
 from data.conversations import find_conversations
 from data.sources import HUB_TEXTS, resolve
-from data.tokens import counted
-from errors import note
+from errors import counted, note
 from model.count import adapter_parameters, flops_per_token, layer_matrices, num_parameters
 from model.device import device_name
 from training.processes import ALONE

@@ -52,9 +52,9 @@ def evaluate(
     while turn := list(itertools.islice(windows, processes.count)):
         # A process without a window in the last turn drops its result: a sharded forward pass needs all processes.
         batch = turn[min(processes.rank, len(turn) - 1)]
-        loss = model(*(torch.from_numpy(array).to(device) for array in batch))
+        loss = model(*(torch.from_numpy(array).to(device) for array in batch if array is not None))
         if processes.rank < len(turn):
             nats += loss.sum().item()
-            tokens += int((batch[1] != IGNORED).sum())
+            tokens += int((batch.targets != IGNORED).sum())
     model.train()
     return Evaluation(processes.sum(nats), int(processes.sum(tokens)), text_bytes)

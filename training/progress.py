@@ -8,8 +8,7 @@ from tqdm import tqdm
 
 from checkpoints import pretrained
 from data.tokenizer import encode_prompt, tokens_after
-from data.tokens import counted
-from errors import printable
+from errors import counted, printable
 from generation.generate import generate
 from generation.settings import SMALL_MODELS
 from training import checkpoint, plot

@@ -14,12 +14,10 @@ from checkpoints import pretrained
 from checkpoints.families import load_config
 from checkpoints.weights import find_weight_files
 from data.batches import Batch
-from data.conversations import Conversations
-from data.corpus import Corpus, prepare
+from data.corpus import Text, prepare
 from data.settings import DataSettings
 from data.tokenizer import load_tokenizer
-from data.tokens import counted
-from errors import UserError, reading
+from errors import UserError, counted, reading
 from model.decoder import Decoder, attend_to_previous_token, center_residual_writers
 from model.device import choose_device, choose_dtype, device_name, keep_freed_memory
 from model.lora import add_lora
@@ -30,7 +28,6 @@ from training.processes import Processes, shard, start_processes
 from training.settings import MachineSettings, RunSettings, Settings, changed_fields, load_settings
 from training.step import split_batch
 
-Text = Corpus | Conversations
 SHORTER = 0.4  # share of the steps with shorter sequences than --sequence-length, with --first-sequence-length
 COMPILERS = ("g++", "clang++", "c++", "cl")
 
@@ -64,13 +61,13 @@ class Session:
         options = {"first": sequences_read + self.processes.rank * size, "size": size}
         batch = self.corpus.batch(seed=self.settings.run.seed, sequence_length=data.sequence_length, **options)
         length = sequence_length(step, self.steps, data)
-        return tuple(array.reshape(-1, length) for array in batch)
+        return Batch(*(array.reshape(-1, length) for array in batch if array is not None))
 
     def micro_batches(self, step: int) -> list[tuple[torch.Tensor, ...]]:
         """The same sequences, cut into what goes through the model at once; still on the host."""
         batch = self.batch(step)
         data = self.settings.data
-        sequences = data.micro_batch(self.processes.count) * data.sequence_length // batch[0].shape[1]
+        sequences = data.micro_batch(self.processes.count) * data.sequence_length // batch.inputs.shape[1]
         return split_batch(batch, sequences, self.device)
 
 

@@ -27,7 +27,7 @@ class Diverged(UserError):
 
 def split_batch(batch: Batch, size: int, device: torch.device) -> list[tuple[torch.Tensor, ...]]:
     """Cut a batch, int64 (B, T), into micro-batches of at most `size` sequences, still on the host."""
-    tensors = [torch.from_numpy(array) for array in batch]
+    tensors = [torch.from_numpy(array) for array in batch if array is not None]
     if device.type == "cuda":
         tensors = [tensor.pin_memory() for tensor in tensors]  # so that copying does not block the host
     return list(zip(*(tensor.split(size) for tensor in tensors), strict=True))

@@ -8,23 +8,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import split as split_module
-from data.batches import batch, number_documents, permute, validation_windows
+from data.batches import Batch, batch, permute, validation_windows
 from data.settings import DataSettings
-from data.split import DUPLICATE, TRAIN, VALIDATION, split_documents
-from data.tokens import DOCUMENT, TokenStream
+from data.split import DOCUMENT, DUPLICATE, TRAIN, VALIDATION, split_documents
+from data.tokens import TokenStream
 
 STREAM = np.arange(1003, dtype=np.uint16)  # each token is its own position, so a window shows where it was taken
 T, B = 10, 7
 
 
-def rows(step: int, **changes) -> tuple[np.ndarray, np.ndarray]:
+def rows(step: int, **changes) -> Batch:
     arguments = dict(seed=5, first=step * B, size=B, sequence_length=T) | changes
     return batch(STREAM, **arguments)
 
 
 def test_an_epoch_takes_every_window_once_in_another_order_each_time():
     windows = len(STREAM) // T
-    inputs, targets = map(np.concatenate, zip(*map(rows, range(-(-3 * windows // B))), strict=True))
+    batches = [rows(step) for step in range(-(-3 * windows // B))]
+    inputs, targets = (np.concatenate([batch[i] for batch in batches]) for i in (0, 1))
     assert inputs.dtype == targets.dtype == np.int64 and np.array_equal(targets, (inputs + 1) % len(STREAM))
     assert np.array_equal(inputs[:, 1:], targets[:, :-1])
     epochs = inputs[: 3 * windows, 0].reshape(3, windows)
@@ -32,7 +33,7 @@ def test_an_epoch_takes_every_window_once_in_another_order_each_time():
         assert len({int(start) % T for start in epoch if start >= T}) <= 2, "one grid, but for the window that wraps"
         gaps = np.diff(np.sort(epoch))
         assert (gaps[1:-1] == T).all(), "no window twice and none left out"
-    first_of_next_seed = np.concatenate([rows(step, seed=6)[0][:, 0] for step in range(-(-windows // B))])[:windows]
+    first_of_next_seed = np.concatenate([rows(step, seed=6).inputs[:, 0] for step in range(-(-windows // B))])[:windows]
     assert len({tuple(epoch - epoch.min()) for epoch in (*epochs, first_of_next_seed)}) == 4
     assert len({int(np.sort(epoch)[1] % T) for epoch in epochs}) > 1, "the offset changes with the epoch"
 
@@ -42,9 +43,10 @@ def test_the_order_does_not_depend_on_how_it_is_divided_into_batches_and_shares(
     for first in (0, 90, 96, 102, 1200):  # 96 and 102 lie across the end of an epoch
         whole = rows(0, first=first, size=6)
         batches = [rows(0, first=first + start, size=size) for start in range(0, 6, size)]
-        for i in (0, 1):  # inputs, targets
-            assert np.array_equal(np.concatenate([batch[i] for batch in batches]), whole[i])
-    assert not np.array_equal(rows(124)[0], rows(123)[0]) and not np.array_equal(rows(123, seed=6)[0], rows(123)[0])
+        assert np.array_equal(np.concatenate([batch.inputs for batch in batches]), whole.inputs)
+        assert np.array_equal(np.concatenate([batch.targets for batch in batches]), whole.targets)
+    inputs = [rows(step, seed=seed).inputs.tolist() for step, seed in ((123, 5), (124, 5), (123, 6))]
+    assert inputs[0] not in inputs[1:]
 
 
 def test_the_order_of_windows_is_a_bijection_for_any_count():
@@ -68,7 +70,7 @@ def test_neighbours_do_not_stay_neighbours_and_keys_give_other_orders():
 @pytest.mark.parametrize("length", [2, 10, 11, 70, 71, 72, 500, 1003])
 def test_evaluation_predicts_every_token_but_the_first_once(length):
     stream, expected = STREAM[:length], 1
-    for inputs, targets in validation_windows(stream, T, B):
+    for inputs, targets, _ in validation_windows(stream, T, B):
         assert inputs.shape == targets.shape == (B, T)
         assert inputs.dtype == targets.dtype == np.int64
         predicted = targets != -100
@@ -82,12 +84,12 @@ def test_evaluation_predicts_every_token_but_the_first_once(length):
 def test_documents_are_numbered_from_the_ids_that_begin_them():
     stream = np.array([1, 5, 6, 2, 1, 7, 2, 1, 8, 9, 2], np.uint16)
     (whole,) = validation_windows(stream, 10, 1)
-    assert number_documents(whole, None) is whole
-    assert number_documents(whole, 1)[2].tolist() == [[1, 1, 1, 1, 2, 2, 2, 3, 3, 3]]
+    assert whole.with_documents(None) is whole
+    assert whole.with_documents(1).documents.tolist() == [[1, 1, 1, 1, 2, 2, 2, 3, 3, 3]]
     for step in range(4):
         plain = batch(stream, seed=1, first=2 * step, size=2, sequence_length=4)
-        inputs, targets, documents = number_documents(plain, 1)
-        assert inputs is plain[0] and targets is plain[1]
+        inputs, targets, documents = plain.with_documents(1)
+        assert inputs is plain.inputs and targets is plain.targets
         assert np.array_equal(np.diff(documents, axis=1), inputs[:, 1:] == 1)
 
 
@@ -167,5 +169,4 @@ def test_a_stream_is_the_chosen_documents_end_to_end(tmp_path_factory, data):
     assert len(stream) == len(expected) and stream[:].tolist() == expected
     start, stop = data.draw(st.integers(0, len(expected) + 1)), data.draw(st.integers(0, len(expected) + 3))
     assert stream[start:stop].tolist() == expected[start:stop]
-    stream.length = min(stop, len(expected))
-    assert stream[:].tolist() == expected[:stop]
+    assert TokenStream(units, chosen, min(stop, len(expected)))[:].tolist() == expected[:stop]

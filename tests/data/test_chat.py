@@ -28,18 +28,15 @@ def message(role: str, content: object, **others: object) -> dict:
 
 
 def test_a_thought_is_learned_where_the_generation_prompt_has_an_empty_one(ours):
-    def unused(chat, messages):
-        return set().union(*chat.hidden_keys(messages))
-
     chat = chat_with(ours, THINKS)
     for content, others in (("<think>hm</think>Yes.", {}), ("Yes.", {"reasoning_content": "hm"})):
         thought = message("assistant", content, **others)
         messages = [message("user", "</think> q"), thought, message("user", "r"), message("assistant", "No.")]
         ids, learned, unknown = chat.encode_learned(messages)
         assert chat.tokenizer.decode(ids[learned], special=True) == "hm\n</think>\n\nYes.<|end|>No.<|end|>"
-        assert not unknown and not unused(chat, messages)
+        assert not unknown and not chat.hidden_keys(messages)
         forgets = chat_with(ours, "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}")
-        assert unused(forgets, messages) == ({"reasoning_content"} & thought.keys() or {"<think>"})
+        assert forgets.hidden_keys(messages) == ({"reasoning_content"} & thought.keys() or {"<think>"})
 
 
 def test_a_template_may_change_a_content_but_not_leave_it_out(ours):

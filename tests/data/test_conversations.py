@@ -15,7 +15,7 @@ import transformers
 from pyarrow import parquet
 
 from data.chat import ChatFormat, add_chat_template
-from data.conversations import Conversation, Conversations, pack
+from data.conversations import Conversation, Conversations, encode_conversation, pack
 from data.corpus import prepare
 from data.python_chat import questions_and_answers
 from data.settings import DataSettings
@@ -71,7 +71,7 @@ def without_generation(tokenizer):
 
 def hand_marked(tokenizer, spans: list[tuple[str | list[int], bool]]) -> tuple[list[int], list[int]]:
     """The ids of ids and markup, and whether each part is learned. No id may reach over two of them."""
-    ids = [(tokenizer.encode_special(p, "mark").ids if isinstance(p, str) else p, learned) for p, learned in spans]
+    ids = [(tokenizer.encode_special(p).ids if isinstance(p, str) else p, learned) for p, learned in spans]
     return [i for some, _ in ids for i in some], [int(learned) for some, learned in ids for _ in some]
 
 
@@ -98,13 +98,17 @@ def test_without_generation_blocks_answers_are_the_spans_that_were_marked_by_han
             assert encode(ChatFormat(tokenizer), messages) == hand_marked(ours, own)
 
 
-def test_an_answer_that_the_template_changes_later_is_not_learned_and_is_named(ours):
+def test_an_answer_that_the_template_changes_later_is_not_learned_and_its_row_is_counted_once(ours):
     """As Qwen3 does, whose template drops the thoughts of all answers but the last."""
     tokenizer = without_generation(ours)
-    source = tokenizer.chat_template.replace("message.content +", "(message.content if loop.last else 'Hm.') +", 1)
+    changed = "('' if loop.last else 'Hm. ') + message.content +"
+    source = tokenizer.chat_template.replace("message.content +", changed, 1)
     tokenizer.files["chat_template.jinja"] = source.encode()
-    ids, learned, unknown = ChatFormat(tokenizer).encode_learned(said("q", "first", "r", "second"))
-    assert unknown == 1 and tokenizer.decode(ids[learned]) == "second"
+    messages = said("q", "first", "r", "other", "s", "last")
+    ids, learned, unknown = ChatFormat(tokenizer).encode_learned(messages)
+    assert unknown == 2 and tokenizer.decode(ids[learned]) == "last"
+    _, remarks = encode_conversation({"messages": messages}, ChatFormat(tokenizer), 100)
+    assert remarks == ["rows with answers not learned, as the template changes them when the conversation continues"]
 
 
 SHAREGPT = {"user": "human", "assistant": "bing"}
@@ -191,11 +195,11 @@ def test_packing_wastes_little_and_keeps_every_length():
 def test_batches_depend_on_seed_and_step_alone_and_an_epoch_has_every_row_once(tokenizer_file, tmp_path):
     corpus = prepared(write_jsonl(tmp_path, ROWS), tokenizer_file, tmp_path)
     count = corpus.train.shape[1]
-    inputs = np.concatenate([corpus.batch(seed=1, first=4 * step, size=4)[0] for step in range(count)])
+    inputs = np.concatenate([corpus.batch(seed=1, first=4 * step, size=4).inputs for step in range(count)])
     for epoch in np.split(inputs, 4):
         assert sorted(map(bytes, epoch)) == sorted(map(bytes, corpus.train[0, :, :-1].astype(np.int64)))
     assert not np.array_equal(inputs[:count], inputs[count : 2 * count])
-    assert not np.array_equal(inputs[:4], corpus.batch(seed=2, first=0, size=4)[0])
+    assert not np.array_equal(inputs[:4], corpus.batch(seed=2, first=0, size=4).inputs)
 
 
 def test_what_is_unusual_is_one_line_with_a_count_and_the_first_place(tokenizer_file, tmp_path, capsys):
@@ -258,7 +262,7 @@ def test_a_tokenizer_of_ours_gets_a_template_that_ends_answers_and_saves_it(ours
     written = {name: (tmp_path / name).stat().st_mtime_ns for name in taught.files}
     assert written["tokenizer.json"] == max(written.values()), "the last"
     saved = load_tokenizer(tmp_path)
-    end = saved.encode_special("<|end|>", "mark").ids
+    end = saved.encode_special("<|end|>").ids
     assert saved.chat_template == taught.chat_template and [ChatFormat(saved).end_of_turn] == end
     assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [saved.eos_id, *end]
     assert all(add_chat_template(other) is other for other in (saved, qwen, llama))

@@ -16,6 +16,7 @@ import pytest
 from data import readers, tokens, train_tokenizer
 from data.corpus import Corpus, prepare
 from data.settings import DataSettings
+from data.split import content_hash
 from data.tokens import TokenStream
 from errors import UserError
 from tests.data.conftest import write_corpus
@@ -81,8 +82,9 @@ def test_all_batches_keep_duplicates_and_blocks_get_the_ids_of_the_undivided_tex
     corpus = prepared(tmp_path, data=(str(tmp_path / "*.txt"),), **arguments)
     begin, end = [] if tokenizer.bos_id is None else [tokenizer.bos_id], [tokenizer.eos_id]
     short = begin + tokenizer.encode(" short") + end
-    (first, *_), *_ = batches = [*corpus.all_batches(10, 3)]
-    ids = first[0, :1].tolist() + np.concatenate([targets[targets >= 0] for _, targets in batches]).tolist()
+    batches = [*corpus.all_batches(10, 3)]
+    first = batches[0].inputs
+    ids = first[0, :1].tolist() + np.concatenate([targets[targets >= 0] for _, targets, _ in batches]).tolist()
     assert ids == begin + tokenizer.encode(text) + end + 2 * short and first.shape == (3, 10)
     assert corpus.everything_bytes == len(text.encode("utf-8")) + 2 * 6
     with pytest.raises(UserError, match="no text"):
@@ -240,4 +242,4 @@ def test_a_text_too_small_for_the_vocabulary_gets_a_smaller_one_and_one_without_
 
 def test_the_hash_of_a_document_is_that_of_its_complete_text_also_of_several_blocks(ours):
     rows = tokens.write_ids(io.BytesIO(), [["one ", "end"], ["two ", "end"]], ours)
-    assert rows["hash"].tolist() == [tokens.content_hash(text) for text in ("one end", "two end")]
+    assert rows["hash"].tolist() == [content_hash(text) for text in ("one end", "two end")]

@@ -2,6 +2,7 @@
 
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,18 @@ def test_tokens_for_conversations_are_reserved_and_never_come_from_text(ours):
     assert tokens == ["<unk>", "<s>", "</s>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
     assert all(token.special for token in ours.added_tokens.values())
     text = "<|user|>Hi<|end|>"
-    assert min(ours.encode(text)) > 6 and ours.encode_special(text, "mark").ids[::6] == [4]
+    assert min(ours.encode(text)) > 6 and ours.encode_special(text).ids[::6] == [4]
     assert ours.decode([ours.bos_id, *ours.encode("text"), 10**6, ours.eos_id]) == "text"
+
+
+def test_typed_tokens_stay_text_while_another_thread_reads_special_tokens(ours):
+    text = "<|end|> typed " * 200
+    expected = ours.encode(text), ours.encode_special(text).ids
+    with ThreadPoolExecutor() as pool:
+        special = [pool.submit(ours.encode_special, text) for _ in range(50)]
+        plain = [pool.submit(ours.encode, text) for _ in range(50)]
+    assert all(one.result() == expected[0] for one in plain) and expected[0] != expected[1]
+    assert all(one.result().ids == expected[1] for one in special)
 
 
 def processor(tokenizer) -> sentencepiece.SentencePieceProcessor:
@@ -196,7 +207,7 @@ def test_tokens_of_the_configuration_get_the_ids_that_autotokenizer_gives_them(o
     of_transformers = [(one.get_vocab(), one.eos_token_id) for one in (theirs, again)]
     assert of_transformers == [(loaded.vocabulary, loaded.eos_id)] * 2
     text = "".join(draw.choices([*texts, " ", "def "], k=40))
-    assert loaded.encode_special(text, "\uffff").ids == again(text, split_special_tokens=False).input_ids[1:]
+    assert loaded.encode_special(text).ids == again(text, split_special_tokens=False).input_ids[1:]
 
 
 @pytest.mark.parametrize("normalizer", ["", "CAAAAKRUTr27FjNvYWJjAA=="])  # the second panics on texts alone

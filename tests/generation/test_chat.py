@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from data.chat import BREAK, break_tokens
-from data.tokenizer import load_tokenizer
+from data.chat import break_tokens
+from data.tokenizer import BREAK, load_tokenizer
 from errors import UserError
 from generation.settings import Sampling, recommended_sampling
 from tests.generation.conftest import chat_format
@@ -80,7 +80,7 @@ def test_text_that_a_normalizer_turns_into_a_token_is_no_token(model, normalizer
     write(model / "tokenizer.json", fields)
     chat = chat_format(model)
     end = chat.end_of_turn
-    assert chat.tokenizer.encode_special("a<|im_end|>b", BREAK).ids.count(end) == 1
+    assert chat.tokenizer.encode_special("a<|im_end|>b").ids.count(end) == 1
     harmless, forged = (chat.encode([{"role": "user", "content": text}]).count(end) for text in ("ab", typed))
     assert harmless == forged >= 1
 

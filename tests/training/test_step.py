@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from checkpoints.pretrained import load_pretrained
-from data.batches import number_documents, validation_windows
+from data.batches import Batch, validation_windows
 from data.corpus import prepare
 from data.settings import DataSettings
 from data.tokenizer import load_tokenizer
@@ -39,11 +39,11 @@ class KeepsGradients(torch.optim.SGD):
         pass
 
 
-def a_batch() -> tuple[np.ndarray, np.ndarray]:
+def a_batch() -> Batch:
     random = np.random.default_rng(5)
     inputs, targets = random.integers(0, 61, (2, 8, 12))
     targets[1:4] = np.where(random.random((3, 12)) < 0.8, -100, targets[1:4])  # very unequal micro-batches
-    return inputs, targets
+    return Batch(inputs, targets)
 
 
 def step(model, micro_batches, optimizer, clip=float("inf"), scaler=NO_SCALER, processes=None) -> tuple[float, float]:
@@ -53,7 +53,7 @@ def step(model, micro_batches, optimizer, clip=float("inf"), scaler=NO_SCALER, p
 @pytest.mark.parametrize("size", [8, 2])
 def test_the_gradient_is_that_of_the_mean_over_all_predicted_tokens_in_any_number_of_micro_batches(relative, size):
     model = Decoder(CONFIG, seed=3)
-    inputs, targets = map(torch.from_numpy, a_batch())
+    inputs, targets = map(torch.from_numpy, a_batch()[:2])
     expected = cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=-100)
     expected.backward()
     other = Decoder(CONFIG, seed=3)
@@ -65,8 +65,8 @@ def test_the_gradient_is_that_of_the_mean_over_all_predicted_tokens_in_any_numbe
 
 def test_a_batch_without_any_predicted_token_gives_zero_gradients():
     model = Decoder(CONFIG, seed=3)
-    inputs, targets = a_batch()
-    micro_batches = split_batch((inputs, np.full_like(targets, -100)), 4, CPU)
+    batch = a_batch()
+    micro_batches = split_batch(batch._replace(targets=np.full_like(batch.targets, -100)), 4, CPU)
     assert step(model, micro_batches, KeepsGradients(model)) == (0.0, 0.0)
     assert all(not parameter.grad.any() for parameter in model.parameters())
 
@@ -131,11 +131,11 @@ def test_with_document_mask_the_loss_of_a_document_does_not_depend_on_those_befo
     random = np.random.default_rng(1)
     documents = [np.array([tokenizer.bos_id, *random.integers(10, 300, length)]) for length in (9, 14, 7)]
     (window,) = validation_windows(np.concatenate(documents), 32, 1)
-    batch = number_documents(window, tokenizer.document_start)
-    batch[1][batch[1] == tokenizer.bos_id] = -100
+    batch = window.with_documents(tokenizer.document_start)
+    batch.targets[batch.targets == tokenizer.bos_id] = -100
     alone = [evaluate(model, validation_windows(one, 32, 1), 1, torch.device("cpu")).nats for one in documents]
     assert evaluate(model, [batch], 1, torch.device("cpu")).nats == pytest.approx(sum(alone), rel=1e-6)
-    assert abs(evaluate(model, [batch[:2]], 1, torch.device("cpu")).nats - sum(alone)) > 1e-3
+    assert abs(evaluate(model, [batch._replace(documents=None)], 1, torch.device("cpu")).nats - sum(alone)) > 1e-3
 
 
 def learning_rates(steps: int = 100, **settings) -> list[float]:
@@ -184,6 +184,6 @@ def test_shorter_sequences_read_the_same_text_in_the_same_order(flags, tmp_path)
     """Step by step the tokens are those of a run without the schedule, and so are the targets."""
     whole, growing = (open_session(tmp_path, *flags, *more) for more in ([], ["--first-sequence-length", "8"]))
     for step in range(whole.steps):
-        for expected, cut in zip(whole.batch(step), growing.batch(step), strict=True):
+        for expected, cut in zip(whole.batch(step)[:2], growing.batch(step)[:2], strict=True):
             assert cut.tolist() == expected.reshape(cut.shape).tolist()
-    assert growing.batch(0)[0].shape == (32, 8) and whole.batch(0)[0].shape == (8, 32)
+    assert growing.batch(0).inputs.shape == (32, 8) and whole.batch(0).inputs.shape == (8, 32)
