@@ -8,7 +8,7 @@ The first call compiles the loops for this processor; later processes find them 
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,17 +27,17 @@ from model.linear import Linear
 
 
 class LoopCache(FunctionCache):
-    """Numba's cache on disk. What cannot be read or written there is compiled anew, after one note."""
+    """Numba's cache on disk, which raises errors for a damaged file and a full disk: then compile anew."""
 
-    @contextlib.contextmanager
-    def _guard_against_spurious_io_errors(self) -> Iterator[None]:  # Numba's lets most errors of its files pass
+    def load_overload(self, *arguments: object) -> object:
         try:
-            yield
-        except Exception as error:
-            reason = str(error).partition(":")[0]
-            note(f"the decoding step is compiled anew: its cache in {self.cache_path} cannot be used ({reason})")
-            with contextlib.suppress(OSError):
-                self.flush()  # a file that is cut short
+            return super().load_overload(*arguments)
+        except Exception:  # whatever pickle raises
+            self.flush()
+
+    def save_overload(self, *arguments: object) -> None:
+        with contextlib.suppress(OSError):
+            super().save_overload(*arguments)
 
 
 def compiled(function: Callable, parallel: bool = False) -> Callable:
@@ -45,7 +45,7 @@ def compiled(function: Callable, parallel: bool = False) -> Callable:
     loops = njit(function, parallel=parallel, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"})
     try:
         loops._cache = LoopCache(function)
-    except RuntimeError:  # nor in the home directory
+    except RuntimeError:  # neither this folder nor the home directory can be written
         note(f"the decoding step is compiled in each process: {Path(__file__).parent} cannot be written")
     return loops
 
