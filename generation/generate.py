@@ -100,7 +100,8 @@ def generate(
     # On a GPU decode_step returns the very cache that prefix points to, with length 0. So first count what it shares
     # with the prompt, then take the step, then set its length to that count.
     cached = 0 if prefix is None else prefix.cached_tokens(prompts[0])
-    with threads_for(decoder, len(prompts)), decode_step(decoder, *shape) as step:
+    with threads_for(decoder, len(prompts)):
+        step = decode_step(decoder, *shape)  # of a CPU, with the threads of now
         cache = step.cache if step else KeyValueCache(decoder.config, *shape, device=device, dtype=dtype)
         if prefix is not None:
             if cached:
