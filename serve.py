@@ -15,13 +15,14 @@ import gc
 import os
 import signal
 import socket
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
 from checkpoints.find import describe, find_checkpoint, newest_run
 from errors import UserError
 from flags import optional
+from generation.settings import Dtype
 
 
 def stop(*_: object) -> None:
@@ -35,7 +36,7 @@ def main(
     host: str = "127.0.0.1",
     port: int = 8000,
     device: str = "auto",
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Serve models to a browser, two side by side, and to clients of OpenAI's API under /v1.
 

@@ -17,7 +17,6 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from checkpoints.find import find_checkpoint
 from contrib.programs import REFUSALS, Answers, open_programs
 from errors import UserError, exit_on_user_error, log, printable
 from flags import call_with_flags
@@ -73,7 +72,7 @@ def main(
 
 def make_questions(run: str) -> dict:
     """What every program is asked; texts and conversations for its tokenizer, ids for its network."""
-    checkpoint, tokenizer, ends = open_model(find_checkpoint(run))
+    checkpoint, tokenizer, ends = open_model(run)
     config = checkpoint.config
     context = config.max_position_embeddings
     length = min(max(context // 2, 2048), 4096, context)

@@ -14,7 +14,9 @@ from msgspec import Meta
 from checkpoints.find import find_adapter, generation_config
 from errors import UserError, log, note, reading
 from files import read_json
-from flags import Fraction, NonNegativeFloat, NonNegativeInt, check_fields, optional, parse_flags
+from flags import Fraction, NonNegativeFloat, check_fields, optional, parse_flags
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,8 @@ class Sampling:
     """Above 1, tokens of the prompt and of the text so far become less likely (1: off)."""
     temperature: NonNegativeFloat = 0.8
     """Divides the logits: below 1 the text is more predictable, above 1 more random. 0: the most likely token."""
-    top_k: NonNegativeInt = 0
-    """Sample from the k most likely tokens only (0: all)."""
+    top_k: Annotated[int, Meta(ge=-1)] = 0
+    """Sample from the k most likely tokens only (0, or -1 as in vLLM: all)."""
     top_p: Fraction = 1.0
     """Sample from the smallest set of most likely tokens whose probabilities sum to at least this (1: all)."""
     min_p: Fraction = 0.0
@@ -35,6 +37,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
 
 
 # Fields of generation_config.json that change what transformers generates, unless missing or equal to this value.
@@ -94,7 +97,7 @@ class Settings:
     """Maximum number of texts generated in parallel. Larger batches are faster overall and need more memory."""
     device: str = "auto"
     """auto (CUDA if available, else MPS, else CPU), or a torch device such as cuda:1."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
+    dtype: Dtype = "auto"
     """Dtype of weights and activations. auto: bfloat16 on CUDA (float16 where that is faster); bfloat16 for a bfloat16
     checkpoint on a CPU with bfloat16 instructions; else float32. int8, on a CPU: bfloat16, but new tokens are computed
     with 8-bit matrices, which is faster for few texts at once and takes 3 bytes per parameter."""
@@ -144,8 +147,6 @@ def recommended_sampling(directory: Path, adapter: str | None = None, chat: bool
         values = {"temperature": 0, "repetition_penalty": values.get("repetition_penalty", 1)}
     else:
         values = {"temperature": 1.0, "top_k": 50} | values
-        if values["top_k"] == -1:  # off, in vLLM's files
-            values["top_k"] = 0
     try:
         sampling = Sampling(**values)
     except UserError as error:
@@ -153,8 +154,8 @@ def recommended_sampling(directory: Path, adapter: str | None = None, chat: bool
     return sampling if chat or sampling.temperature > 0 else None
 
 
-def read_prompts(settings: Settings) -> list[str]:
-    """The prompts of the command line, else those on standard input; none for a conversation in a terminal."""
+def read_prompts(settings: Settings) -> list[str] | None:
+    """The prompts of the command line, else those on standard input; None for a conversation in a terminal."""
     prompts = [*settings.text, *settings.prompt]
     if prompts and settings.jsonl and os.path.isfile(prompts[0]):  # a path of any length
         raise UserError(f"--jsonl reads standard input: python generate.py RUN --jsonl < {prompts[0]}")
@@ -167,8 +168,10 @@ def read_prompts(settings: Settings) -> list[str]:
         with reading("standard input", "convert it to UTF-8"):
             text = sys.stdin.buffer.read().decode("utf-8")
         return [text.removesuffix("\n").removesuffix("\r")]  # the one line break that `echo` and editors append
+    if settings.chat and settings.samples > 1:
+        raise UserError("a conversation has one answer to each message; give --samples with messages after the run.")
     if settings.chat:
-        return []
+        return None
     log("no prompt: the model starts a text of its own; give one after the run, or talk with a chat model with --chat")
     return [""]
 

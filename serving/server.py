@@ -11,7 +11,8 @@ from pathlib import Path
 
 import msgspec
 import uvicorn
-from starlette import applications, exceptions, requests, responses, routing
+from starlette import applications, exceptions, middleware, requests, responses, routing
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from errors import UserError, reading
 from generation.generate import PromptTooLong
@@ -37,12 +38,10 @@ class Server(uvicorn.Server):
             routing.Route("/inspect", self.inspect, methods=["POST"]),
         ]
         # Against DNS rebinding: a page of another site can send requests here, but with that site's name as Host.
-        names = ["localhost", "{a:int}.{b:int}.{c:int}.{d:int}", "{name}" if host == "0.0.0.0" else host]
-        self.paths = ", ".join(route.path.replace("{id:path}", "MODEL") for route in routes)
-        hosts = [routing.Host(name, routing.Router(routes, default=self.refuse_path)) for name in names]
+        allowed_hosts = ["*"] if host == "0.0.0.0" else ["localhost", "127.0.0.1", host]
+        host_check = middleware.Middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts)
         handlers = {exceptions.HTTPException: refuse, Exception: refuse}
-        app = applications.Starlette(routes=hosts, exception_handlers=handlers)
-        app.router.default = refuse_host
+        app = applications.Starlette(routes=routes, middleware=[host_check], exception_handlers=handlers)
         super().__init__(uvicorn.Config(app, lifespan="off", log_level="critical", timeout_graceful_shutdown=0.5))
 
     def find(self, id: str) -> ServedModel:
@@ -53,18 +52,13 @@ class Server(uvicorn.Server):
     def card(self, http: requests.Request) -> responses.Response:
         return responses.JSONResponse(self.find(http.path_params["id"]).card)
 
-    async def refuse_path(self, scope: dict, *_) -> None:
-        raise exceptions.HTTPException(404, f"there is no path {scope['path']}, only {self.paths}")
-
     def read(self, content: bytes, kind: type[Request | InspectRequest]) -> Request | InspectRequest:
-        """The request of a body, in which null means nothing. Its sampling has the defaults of the model."""
+        """The request of a body. A field that is null counts as absent; the model gives the defaults of sampling."""
         with reading("the request", "see docs/serve.md"):
             values = msgspec.json.decode(content, type=dict).items()
             fields = {"model": next(iter(self.models))} | {name: value for name, value in values if value is not None}
             if "max_completion_tokens" in fields:
                 fields["max_tokens"] = fields["max_completion_tokens"]
-            if fields.get("top_k") == -1:  # as vLLM writes "all"
-                fields["top_k"] = 0
             default = Sampling()
             model = self.models.get(str(fields["model"]))
             if model is not None:
@@ -76,13 +70,13 @@ class Server(uvicorn.Server):
         id = f"cmpl-{secrets.token_hex(12)}"
         request = self.read(await read_body(http), ChatRequest if is_chat else CompletionRequest)
         future, pieces = self.submit(http, request)
-        about = {"id": id, "object": "text_completion"}
+        head = {"id": id, "object": "text_completion"}
         if is_chat:
-            about = {"id": f"chat{id}", "object": "chat.completion.chunk" if request.stream else "chat.completion"}
-        about |= {"model": request.model, "created": int(time.time())}
+            head = {"id": f"chat{id}", "object": "chat.completion.chunk" if request.stream else "chat.completion"}
+        head |= {"model": request.model, "created": int(time.time())}
 
         def response(pieces: list[Piece], usage: dict | None = None) -> str:
-            fields = about | {"choices": to_choices(request, pieces)}
+            fields = head | {"choices": to_choices(request, pieces)}
             return json.dumps(fields if usage is None else fields | {"usage": usage}, ensure_ascii=False)
 
         async def chunks(piece: Piece | None) -> AsyncIterator[str]:
@@ -95,13 +89,13 @@ class Server(uvicorn.Server):
                 yield f"data: {response([], future.result())}\n\n"
             yield "data: [DONE]\n\n"
 
-        emitted = [await pieces.get()]
-        if request.stream and emitted[0] is not None:  # else it has failed
-            return responses.StreamingResponse(chunks(emitted[0]), media_type="text/event-stream")
-        while emitted[-1] is not None:
-            emitted.append(await pieces.get())
+        pieces_so_far = [await pieces.get()]
+        if request.stream and pieces_so_far[0] is not None:  # else it has failed
+            return responses.StreamingResponse(chunks(pieces_so_far[0]), media_type="text/event-stream")
+        while pieces_so_far[-1] is not None:
+            pieces_so_far.append(await pieces.get())
         usage = await future
-        return responses.Response(response(emitted[:-1], usage), media_type="application/json")
+        return responses.Response(response(pieces_so_far[:-1], usage), media_type="application/json")
 
     async def inspect(self, http: requests.Request) -> responses.Response:
         future, _ = self.submit(http, self.read(await read_body(http), InspectRequest))
@@ -114,10 +108,10 @@ class Server(uvicorn.Server):
             raise exceptions.HTTPException(429, f"{MAX_WAITING} requests are waiting; try again later")
         loop = asyncio.get_running_loop()
         pieces = asyncio.Queue()
-        left = asyncio.ensure_future(http.receive())  # the only message after the body: the client has left
+        client_left = asyncio.ensure_future(http.receive())  # the only message after the body: the client has left
 
         def emit(piece: Piece) -> None:  # in the worker's thread
-            if left.done() or self.should_exit:
+            if client_left.done() or self.should_exit:
                 raise UserError("the answer was ended")
             loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
@@ -128,7 +122,7 @@ class Server(uvicorn.Server):
         self.pending.add(future)
         future.add_done_callback(self.pending.discard)
         future.add_done_callback(lambda _: pieces.put_nowait(None))
-        left.add_done_callback(lambda _: future.cancel())  # if it has not begun
+        client_left.add_done_callback(lambda _: future.cancel())  # if it has not begun
         return future, pieces
 
 
@@ -140,11 +134,6 @@ async def read_body(http: requests.Request) -> bytes:
     if len(content) > MAX_BODY:
         raise exceptions.HTTPException(413, f"a body may have at most {MAX_BODY:,} bytes")
     return content
-
-
-async def refuse_host(scope: dict, *_) -> None:
-    host = requests.Request(scope).headers.get("host")
-    raise exceptions.HTTPException(403, f"the Host {host!r} is refused: it must be localhost or an IPv4 address")
 
 
 def refuse(http: requests.Request, error: Exception) -> responses.JSONResponse:

@@ -62,7 +62,8 @@ def samples(session: Session, prompts: list[str]) -> str:
         ids = chat.encode([{"role": "user", "content": prompt}]) if chat else encode_prompt(tokenizer, prompt)
         first_tokens = None if chat else tokens_after(tokenizer, prompt)
         ids = ids[min(new, context // 2) - context :]  # the end of a longer prompt
-        tokens = generate(session.model, [ids], first_tokens=[first_tokens], **options).tokens[0]
+        new_tokens = generate(session.model, [ids], first_tokens=[first_tokens], **options)
+        tokens = [token.id for token in new_tokens if token.end != "eos"]
         text = f"{prompt}\n> {tokenizer.decode(tokens)}" if chat else tokenizer.decode(ids + tokens)
         texts.append("  | " + printable(text).replace("\n", "\n  | "))
     session.model.train()

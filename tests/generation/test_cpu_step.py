@@ -18,10 +18,10 @@ import torch
 from errors import note
 from generation import cpu_step
 from generation.cpu_step import CpuDecodeStep
-from generation.generate import generate
 from generation.steps import MAX_CPU_SEQUENCES, decode_step, quantize_matrices
 from model.cache import KeyValueCache
 from model.linear import Linear
+from tests.generation.conftest import generate_all
 
 ROOT = Path(__file__).parents[2]
 VARIANTS = {
@@ -139,11 +139,11 @@ def test_sequences_in_a_batch_have_the_logits_that_they_have_alone_whatever_the_
 def test_where_numba_is_missing_the_decoder_gives_the_same_text_and_says_so_once(make_decoder, monkeypatch, capsys):
     decoder = make_decoder(attention_bias=True, qk_norm=True).eval()
     prompts = [[1, 2, 3], [4], list(range(30))]
-    texts = generate(decoder, prompts, max_new_tokens=50).tokens
+    texts, _ = generate_all(decoder, prompts, max_new_tokens=50)
     assert [len(text) for text in texts] == [50, 50, 34]  # the last one has filled the context
     monkeypatch.setitem(sys.modules, "numba", None)
     note.cache_clear()
-    assert [generate(decoder, prompts, max_new_tokens=50).tokens for _ in range(2)] == [texts, texts]
+    assert [generate_all(decoder, prompts, max_new_tokens=50)[0] for _ in range(2)] == [texts, texts]
     assert capsys.readouterr().err.count("pip install numba") == 1
 
 
