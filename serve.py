@@ -48,12 +48,10 @@ def main(
         dtype: As in generate.py.
     """
     directories = {run: find_checkpoint(run) for run in runs or [str(newest_run())]}
-    if not 0 <= port <= 65535:
-        raise UserError(f"--port {port} is no port; give one from 0 to 65535.")
     try:
         listener = socket.create_server((host, port))
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else error
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot listen on port {port} of {host} ({reason}); give another --port or --host.") from None
     from serving.server import Server  # imports torch
 

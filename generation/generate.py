@@ -78,11 +78,12 @@ def generate(
     last = max(map(max, prompts))
     if last >= config.vocab_size:
         raise UserError(f"the model has no embedding of token {last}; leave it out of the prompt or the chat template.")
-    assert prefix is None or len(prompts) == 1
     sampling = sampling or Sampling()
     vocab_size = min(vocab_size or config.vocab_size, config.vocab_size)
     generators = [sequence_generator(seed, number, device) for number in sample_numbers or [0] * len(prompts)]
-    allowed = first_token_mask(first_tokens, vocab_size, device)
+    allowed = None  # what may be the first token
+    if any(first_tokens or ()):
+        allowed = token_mask([row or range(vocab_size) for row in first_tokens], vocab_size, device)
     seen = token_mask(prompts, vocab_size, device) if sampling.repetition_penalty != 1 else None
     limits = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
     ends: list[FinishReason | None] = [None] * len(prompts)
@@ -161,12 +162,3 @@ def token_mask(rows: Sequence[Sequence[int]], vocab_size: int, device: torch.dev
     for i, ids in enumerate(rows):
         mask[i, list(ids)] = True
     return mask.to(device)
-
-
-def first_token_mask(
-    rows: Sequence[Sequence[int] | None] | None, vocab_size: int, device: torch.device
-) -> Tensor | None:
-    """(B, V) bool: true for what may be the first token, all of a row that is None or empty; None if all rows are."""
-    if not any(rows or ()):
-        return None
-    return token_mask([ids or range(vocab_size) for ids in rows], vocab_size, device)

@@ -14,7 +14,7 @@ from msgspec import Meta
 from checkpoints.find import find_adapter, generation_config
 from errors import UserError, log, note, reading
 from files import read_json
-from flags import Fraction, NonNegativeFloat, check_fields, optional, parse_flags
+from flags import Fraction, NonNegativeFloat, check_fields, optional
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 
@@ -119,15 +119,6 @@ class Settings:
         """Maximum number of tokens to generate per text."""
         default = 2048 if self.chat else 200
         return default if self.max_new_tokens is None else self.max_new_tokens
-
-
-def apply_recommended(settings: Settings, directory: Path) -> tuple[Settings, str]:
-    """The flags again, with the model's recommended sampling as the default if it has one; and where that is from."""
-    recommended = recommended_sampling(directory, settings.adapter, settings.chat)
-    if recommended is None:
-        return settings, "the defaults"
-    settings = parse_flags(Settings, prog="generate.py", default=Settings(sampling=recommended))
-    return settings, "the model's generation_config.json"
 
 
 def recommended_sampling(directory: Path, adapter: str | None = None, chat: bool = True) -> Sampling | None:

@@ -25,8 +25,7 @@ class TextStream:
         self._returned = 0  # characters of decode(context + pending) that have been returned
         self._stop = stop
         self._held = ""  # what may be the beginning of a stop string
-        self.stopped = False  # whether a stop string was found
-        self.end: FinishReason | None = None  # as `stream_texts` says it
+        self.end: FinishReason | None = None  # why it has ended
         self.text = self._completed(prompt)  # all so far; that of the prompt is not searched for stop strings
 
     def push(self, token: int) -> str:
@@ -57,7 +56,7 @@ class TextStream:
 
     def _before_stop(self, text: str) -> str:
         """Pass text on up to the first stop string; hold back an end that may be the beginning of one."""
-        if self.stopped:
+        if self.end == "stop":
             return ""
         text = self._held + text
         # The first stop string to be complete ends the text; of several that end together, the longest. So the result
@@ -65,7 +64,8 @@ class TextStream:
         starts = {stop: text.find(stop) for stop in self._stop}
         matches = [(start + len(stop), start) for stop, start in starts.items() if start >= 0]
         if matches:
-            self.stopped, self._held = True, ""
+            self.end = "stop"
+            self._held = ""
             return text[: min(matches)[1]]
         begins = (start for start in range(len(text)) if any(stop.startswith(text[start:]) for stop in self._stop))
         end = next(begins, len(text))
@@ -81,7 +81,7 @@ def stream_texts(tokens: Generator[NewToken], streams: Sequence[TextStream]) -> 
             if stream.end is not None:
                 continue
             text = "" if token.end == "eos" else stream.push(token.id)
-            stream.end = "stop" if stream.stopped else token.end
+            stream.end = stream.end or token.end
             if stream.end is not None:
                 text += stream.finish()
             yield token._replace(text=text, end=stream.end)

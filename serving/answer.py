@@ -1,6 +1,7 @@
 """A request in OpenAI's format, and its answer by a loaded model, token by token in the worker's thread."""
 
 import contextlib
+import functools
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -27,8 +28,7 @@ from model.inspect import inspect, surgery
 MAX_CHOICES = 128  # choices of one request
 SCORED_AT_ONCE = 256  # tokens of a prompt: the logits of a long one would take gigabytes
 TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
-# OpenAI's reason for the end of a choice
-FINISH_REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length", "context": "length"}
+FINISH_REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length", "context": "length"}  # OpenAI's
 
 
 class Request(msgspec.Struct, kw_only=True):
@@ -100,11 +100,11 @@ class InspectRequest(msgspec.Struct, kw_only=True):
 
 
 class Piece(NamedTuple):
-    """A part of one choice: the text that a new token completed, and that token."""
+    """A part of one choice: a new token, or one of the prompt, and the text that it completed."""
 
     choice: int
     text: str
-    tokens: Sequence[dict] = ()  # with logprobs, if the request asks for them
+    token: dict | None = None  # with logprobs, if the request asks for them
     end: str | None = None  # why the choice ends here
     begins: bool = False  # whether it is the first piece of its choice
 
@@ -115,7 +115,7 @@ def to_choices(request: Request, pieces: Sequence[Piece]) -> list[dict]:
     for index in sorted({piece.choice for piece in pieces}):
         own_pieces = [piece for piece in pieces if piece.choice == index]
         text = "".join(piece.text for piece in own_pieces)
-        tokens = [token for piece in own_pieces for token in piece.tokens]
+        tokens = [piece.token for piece in own_pieces if piece.token is not None]
         logprobs = {"content": tokens} if tokens else None
         choice = {"index": index, "finish_reason": own_pieces[-1].end, "logprobs": logprobs}
         if isinstance(request, ChatRequest):
@@ -166,25 +166,23 @@ class ServedModel:
     @torch.inference_mode()
     def answer(self, request: Request, emit: Callable[[Piece], object]) -> dict:
         """Emit the pieces of the answer, and return the usage. What is wrong with a prompt is raised before them."""
-        if isinstance(request, ChatRequest):
-            read, written = self.chat(request, emit)
-        else:
-            read, written = self.complete(request, emit)
+        generate_pieces = self.chat if isinstance(request, ChatRequest) else self.complete
+        read, written = generate_pieces(request, emit)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     @explain_out_of_memory("out of memory; send a shorter text.")
-    def inspect(self, request: InspectRequest) -> dict:
-        """The fields of `Inspection` as lists with five decimals, and tokens as texts; or the losses of a surgery."""
+    def inspect(self, request: InspectRequest) -> bytes:
+        """JSON: the fields of `Inspection` with five decimals, and tokens as texts; or the losses of a surgery."""
         ids = [self.tokenizer.document_start, *self.tokenizer.encode(request.text)]
         if request.change is not None:
-            differences = surgery(self.decoder, ids, request.change, request.norm)
-            return {"differences": differences.double().round(decimals=5).tolist()}
-        inspection = inspect(self.decoder, ids)
-        text_by_id = {i: self.describe(i, None, 0)["token"] for i in {*ids, *inspection.top_ids.flatten().tolist()}}
-        tensors = {name: value for name, value in vars(inspection).items() if torch.is_tensor(value)}
-        fields = vars(inspection) | {name: value.double().round(decimals=5).tolist() for name, value in tensors.items()}
-        fields["top_texts"] = [[[text_by_id[i] for i in top] for top in tops] for tops in fields.pop("top_ids")]
-        return fields | {"tokens": [text_by_id[i] for i in ids]}
+            fields = {"differences": surgery(self.decoder, ids, request.change, request.norm)}
+        else:
+            fields = dict(vars(inspect(self.decoder, ids)))
+            top_ids = fields.pop("top_ids").tolist()
+            text_of = functools.cache(lambda i: self.describe(i, None, 0)["token"])
+            fields["tokens"] = [*map(text_of, ids)]
+            fields["top_texts"] = [[[*map(text_of, likeliest)] for likeliest in tokens] for tokens in top_ids]
+        return msgspec.json.encode(fields, enc_hook=lambda tensor: tensor.double().round(decimals=5).tolist())
 
     def chat(self, request: ChatRequest, emit: Callable[[Piece], object]) -> tuple[int, int]:
         """Answer a conversation; returns the numbers of tokens of the prompt and of the answers."""
@@ -241,7 +239,7 @@ class ServedModel:
         More tokens than the context are read in windows, of which each begins with the second half of the one before.
         """
         context = self.decoder.config.max_position_embeddings
-        repeated = context - context // 2
+        repeated = context - context // 2  # tokens of a window that the one before had
         for begin in range(0, max(len(ids) - repeated, 1), context // 2):
             window = ids[begin : begin + context]
             cache = KeyValueCache(
@@ -249,7 +247,7 @@ class ServedModel:
             )
             for place, (token, logprobs) in enumerate(self.predict(window, cache)):
                 if begin == 0 or place >= repeated:
-                    described = [self.describe(token, logprobs, request.wanted_top_logprobs)]
+                    described = self.describe(token, logprobs, request.wanted_top_logprobs)
                     for choice in choices:
                         emit(Piece(choice, "", described))
             self.prefix = PrefixCache(window, cache)
@@ -286,12 +284,11 @@ class ServedModel:
             text = token.text
             if drop_first_space and len(streams[choice].text) == prompt_length + len(text):  # its first text
                 text = text.removeprefix(" ")
-            described = []
+            described = None
             if token.end != "eos":
                 written += 1
                 if request.wanted_top_logprobs is not None:
-                    logprobs = token.logits.log_softmax(-1)
-                    described = [self.describe(token.id, logprobs, request.wanted_top_logprobs)]
+                    described = self.describe(token.id, token.logits.log_softmax(-1), request.wanted_top_logprobs)
             emit(Piece(choice, text, described, FINISH_REASONS[token.end]))
         return written
 

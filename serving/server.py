@@ -32,7 +32,9 @@ class Server(uvicorn.Server):
             routing.Route("/", lambda http: responses.FileResponse(Path(__file__).with_name("page.html"))),
             routing.Route("/health", responses.JSONResponse({"status": "ok"}), methods=["GET"]),
             routing.Route("/v1/models", responses.JSONResponse(cards), methods=["GET"]),
-            routing.Route("/v1/models/{id:path}", self.card),
+            routing.Route(
+                "/v1/models/{id:path}", lambda http: responses.JSONResponse(self.find(**http.path_params).card)
+            ),
             routing.Route("/v1/completions", self.create, methods=["POST"]),
             routing.Route("/v1/chat/completions", self.create, methods=["POST"]),
             routing.Route("/inspect", self.inspect, methods=["POST"]),
@@ -49,20 +51,16 @@ class Server(uvicorn.Server):
             raise exceptions.HTTPException(404, f"there is no model {id!r}, only {', '.join(self.models)}")
         return self.models[id]
 
-    def card(self, http: requests.Request) -> responses.Response:
-        return responses.JSONResponse(self.find(http.path_params["id"]).card)
-
     def read(self, content: bytes, kind: type[Request | InspectRequest]) -> Request | InspectRequest:
         """The request of a body. A field that is null counts as absent; the model gives the defaults of sampling."""
+        first_name, first_model = next(iter(self.models.items()))
         with reading("the request", "see docs/serve.md"):
             values = msgspec.json.decode(content, type=dict).items()
-            fields = {"model": next(iter(self.models))} | {name: value for name, value in values if value is not None}
+            fields = {"model": first_name} | {name: value for name, value in values if value is not None}
             if "max_completion_tokens" in fields:
                 fields["max_tokens"] = fields["max_completion_tokens"]
-            default = Sampling()
-            model = self.models.get(str(fields["model"]))
-            if model is not None:
-                default = model.chat_sampling if kind is ChatRequest else model.text_sampling
+            model = self.models.get(str(fields["model"]), first_model)  # an unknown one is refused by `submit`
+            default = model.chat_sampling if kind is ChatRequest else model.text_sampling
             return msgspec.convert(fields | {"sampling": msgspec.convert(vars(default) | fields, Sampling)}, kind)
 
     async def create(self, http: requests.Request) -> responses.Response:
@@ -99,7 +97,7 @@ class Server(uvicorn.Server):
 
     async def inspect(self, http: requests.Request) -> responses.Response:
         future, _ = self.submit(http, self.read(await read_body(http), InspectRequest))
-        return responses.Response(msgspec.json.encode(await future), media_type="application/json")  # NaN as null
+        return responses.Response(await future, media_type="application/json")
 
     def submit(self, http: requests.Request, request: Request | InspectRequest) -> tuple[asyncio.Future, asyncio.Queue]:
         """Give a request to the worker: a future of its result, and a queue of its pieces, which None ends."""
