@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -162,39 +162,40 @@ class ServedModel:
         self.vocab_size = min(self.tokenizer.vocab_size, checkpoint.config.vocab_size)
         self.card = model_card(name, directory, checkpoint.config, self.tokenizer, self.chat_sampling)
 
-    @explain_out_of_memory("out of memory; send a shorter prompt, or ask for fewer samples.")
     @torch.inference_mode()
-    def answer(self, request: Request, emit: Callable[[Piece], object]) -> dict:
-        """Emit the pieces of the answer, and return the usage. What is wrong with a prompt is raised before them."""
-        generate_pieces = self.chat if isinstance(request, ChatRequest) else self.complete
-        read, written = generate_pieces(request, emit)
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    def answer(self, request: Request) -> Generator[Piece | dict]:
+        """The pieces of the answer, and at its end the usage. What is wrong with a prompt is raised before them."""
+        with explain_out_of_memory("out of memory; send a shorter prompt, or ask for fewer samples."):
+            pieces = self.chat(request) if isinstance(request, ChatRequest) else self.complete(request)
+            read, written = yield from pieces
+            yield {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
-    @explain_out_of_memory("out of memory; send a shorter text.")
-    def inspect(self, request: InspectRequest) -> bytes:
-        """JSON: the fields of `Inspection` with five decimals, and tokens as texts; or the losses of a surgery."""
+    def inspect(self, request: InspectRequest) -> Generator[bytes]:
+        """One JSON: the fields of `Inspection` with five decimals and tokens as texts, or the losses of a surgery."""
         ids = [self.tokenizer.document_start, *self.tokenizer.encode(request.text)]
-        if request.change is not None:
-            fields = {"differences": surgery(self.decoder, ids, request.change, request.norm)}
-        else:
-            fields = dict(vars(inspect(self.decoder, ids)))
-            top_ids = fields.pop("top_ids").tolist()
-            text_of = functools.cache(lambda i: self.describe(i, None, 0)["token"])
-            fields["tokens"] = [*map(text_of, ids)]
-            fields["top_texts"] = [[[*map(text_of, likeliest)] for likeliest in tokens] for tokens in top_ids]
-        return msgspec.json.encode(fields, enc_hook=lambda tensor: tensor.double().round(decimals=5).tolist())
+        with explain_out_of_memory("out of memory; send a shorter text."):
+            if request.change is not None:
+                fields = {"differences": surgery(self.decoder, ids, request.change, request.norm)}
+            else:
+                fields = dict(vars(inspect(self.decoder, ids)))
+                top_ids = fields.pop("top_ids").tolist()
+                text_of = functools.cache(lambda i: self.describe(i, None, 0)["token"])
+                fields["tokens"] = [*map(text_of, ids)]
+                fields["top_texts"] = [[[*map(text_of, likeliest)] for likeliest in tokens] for tokens in top_ids]
+            yield msgspec.json.encode(fields, enc_hook=lambda tensor: tensor.double().round(decimals=5).tolist())
 
-    def chat(self, request: ChatRequest, emit: Callable[[Piece], object]) -> tuple[int, int]:
+    def chat(self, request: ChatRequest) -> Generator[Piece, None, tuple[int, int]]:
         """Answer a conversation; returns the numbers of tokens of the prompt and of the answers."""
         chat = ChatFormat(self.tokenizer)
         ids = [*chat.encode(request.messages), *request.begin_ids]
         self.check([ids])
         streams = {i: TextStream(self.tokenizer, request.stop_strings, request.begin_ids) for i in range(request.n)}
         for choice in streams:
-            emit(Piece(choice, "", begins=True))
-        return len(ids), self.sample(request, emit, streams, ids, self.eos_ids | chat.ends)
+            yield Piece(choice, "", begins=True)
+        written = yield from self.sample(request, streams, ids, self.eos_ids | chat.ends)
+        return len(ids), written
 
-    def complete(self, request: CompletionRequest, emit: Callable[[Piece], object]) -> tuple[int, int]:
+    def complete(self, request: CompletionRequest) -> Generator[Piece, None, tuple[int, int]]:
         """Continue each prompt, or only score it; returns the numbers of tokens of the prompts and of the texts."""
         encoded = [self.encode(prompt, request) for prompt in request.prompts]
         written = 0
@@ -206,16 +207,16 @@ class ServedModel:
             choices = range(index * request.n, (index + 1) * request.n)
             streams = {choice: TextStream(self.tokenizer, request.stop_strings, ids) for choice in choices}
             for choice, stream in streams.items():
-                emit(Piece(choice, stream.text if request.echo else "", begins=True))
+                yield Piece(choice, stream.text if request.echo else "", begins=True)
             if request.echo and request.wanted_top_logprobs is not None:
-                self.score(request, emit, choices, ids)
+                yield from self.score(request, choices, ids)
             if request.max_tokens:
                 is_text = isinstance(prompt, str) and not request.begin_ids
                 first_tokens = tokens_after(self.tokenizer, prompt) if is_text else None
-                written += self.sample(request, emit, streams, ids, self.eos_ids, first_tokens)
+                written += yield from self.sample(request, streams, ids, self.eos_ids, first_tokens)
             else:
                 for choice, stream in streams.items():
-                    emit(Piece(choice, stream.finish(), end="length"))
+                    yield Piece(choice, stream.finish(), end="length")
         return sum(map(len, encoded)), written
 
     def encode(self, prompt: str | list[int], request: CompletionRequest) -> list[int]:
@@ -233,8 +234,8 @@ class ServedModel:
         if new_tokens:
             check_prompts(prompts, self.decoder.config.max_position_embeddings)
 
-    def score(self, request: Request, emit: Callable[[Piece], object], choices: Iterable[int], ids: list[int]) -> None:
-        """Emit the tokens of a prompt with their logprobs, which the first one does not have.
+    def score(self, request: Request, choices: Sequence[int], ids: list[int]) -> Iterator[Piece]:
+        """The tokens of a prompt with their logprobs, which the first one does not have.
 
         More tokens than the context are read in windows, of which each begins with the second half of the one before.
         """
@@ -249,7 +250,7 @@ class ServedModel:
                 if begin == 0 or place >= repeated:
                     described = self.describe(token, logprobs, request.wanted_top_logprobs)
                     for choice in choices:
-                        emit(Piece(choice, "", described))
+                        yield Piece(choice, "", described)
             self.prefix = PrefixCache(window, cache)
 
     def predict(self, ids: list[int], cache: KeyValueCache) -> Iterator[tuple[int, torch.Tensor | None]]:
@@ -263,10 +264,10 @@ class ServedModel:
                 logprobs = following
 
     def sample(
-        self, request: Request, emit: Callable, streams: dict[int, TextStream], ids: list[int], eos_ids: frozenset[int],
+        self, request: Request, streams: dict[int, TextStream], ids: list[int], eos_ids: frozenset[int],
         first_tokens: Sequence[int] | None = None,
-    ) -> int:  # fmt: skip
-        """Emit a sample for each choice, with its stream; returns the number of new tokens."""
+    ) -> Generator[Piece, None, int]:  # fmt: skip
+        """A sample for each choice, with its stream; returns the number of new tokens."""
         choices = [*streams]
         prompt_length = len(streams[choices[0]].text)
         # The space at the end of such a prompt is a part of the first token, and not of the text.
@@ -289,7 +290,7 @@ class ServedModel:
                 written += 1
                 if request.wanted_top_logprobs is not None:
                     described = self.describe(token.id, token.logits.log_softmax(-1), request.wanted_top_logprobs)
-            emit(Piece(choice, text, described, FINISH_REASONS[token.end]))
+            yield Piece(choice, text, described, FINISH_REASONS[token.end])
         return written
 
     def describe(self, token: int, logprobs: torch.Tensor | None, top: int) -> dict:

@@ -1,11 +1,12 @@
 """The web application: the event loop reads requests and sends answers, a thread of its own computes them in order."""
 
 import asyncio
+import contextlib
 import json
 import secrets
 import time
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -65,63 +66,64 @@ class Server(uvicorn.Server):
 
     async def create(self, http: requests.Request) -> responses.Response:
         is_chat = http.url.path == "/v1/chat/completions"
-        id = f"cmpl-{secrets.token_hex(12)}"
         request = self.read(await read_body(http), ChatRequest if is_chat else CompletionRequest)
-        future, pieces = self.submit(http, request)
-        head = {"id": id, "object": "text_completion"}
+        pieces = self.compute(http, self.find(request.model).answer(request))
+        head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion"}
         if is_chat:
-            head = {"id": f"chat{id}", "object": "chat.completion.chunk" if request.stream else "chat.completion"}
+            kind = "chat.completion.chunk" if request.stream else "chat.completion"
+            head = {"id": f"chat{head['id']}", "object": kind}
         head |= {"model": request.model, "created": int(time.time())}
 
-        def response(pieces: list[Piece], usage: dict | None = None) -> str:
-            fields = head | {"choices": to_choices(request, pieces)}
-            return json.dumps(fields if usage is None else fields | {"usage": usage}, ensure_ascii=False)
+        def response(pieces: list[Piece], **usage: dict) -> str:
+            return json.dumps(head | {"choices": to_choices(request, pieces)} | usage, ensure_ascii=False)
 
-        async def chunks(piece: Piece | None) -> AsyncIterator[str]:
-            while piece is not None:
-                yield f"data: {response([piece])}\n\n"
-                piece = await pieces.get()
-            if future.exception():
-                yield f"data: {refuse(http, future.exception()).body.decode()}\n\n"
-            elif request.stream_options.get("include_usage"):
-                yield f"data: {response([], future.result())}\n\n"
+        async def chunks(piece: Piece) -> AsyncIterator[str]:
+            yield f"data: {response([piece])}\n\n"
+            try:
+                async for piece in pieces:
+                    if isinstance(piece, Piece):
+                        yield f"data: {response([piece])}\n\n"
+                    elif request.stream_options.get("include_usage"):
+                        yield f"data: {response([], usage=piece)}\n\n"
+            except Exception as error:
+                yield f"data: {refuse(http, error).body.decode()}\n\n"
             yield "data: [DONE]\n\n"
 
-        pieces_so_far = [await pieces.get()]
-        if request.stream and pieces_so_far[0] is not None:  # else it has failed
-            return responses.StreamingResponse(chunks(pieces_so_far[0]), media_type="text/event-stream")
-        while pieces_so_far[-1] is not None:
-            pieces_so_far.append(await pieces.get())
-        usage = await future
-        return responses.Response(response(pieces_so_far[:-1], usage), media_type="application/json")
+        if request.stream:
+            first_piece = await anext(pieces)  # raises what is wrong with the request
+            return responses.StreamingResponse(chunks(first_piece), media_type="text/event-stream")
+        *answer, usage = [piece async for piece in pieces]
+        return responses.Response(response(answer, usage=usage), media_type="application/json")
 
     async def inspect(self, http: requests.Request) -> responses.Response:
-        future, _ = self.submit(http, self.read(await read_body(http), InspectRequest))
-        return responses.Response(await future, media_type="application/json")
-
-    def submit(self, http: requests.Request, request: Request | InspectRequest) -> tuple[asyncio.Future, asyncio.Queue]:
-        """Give a request to the worker: a future of its result, and a queue of its pieces, which None ends."""
+        request = self.read(await read_body(http), InspectRequest)
         model = self.find(request.model)
+        [content] = [content async for content in self.compute(http, model.inspect(request))]
+        return responses.Response(content, media_type="application/json")
+
+    async def compute(self, http: requests.Request, results: Generator) -> AsyncIterator:
+        """Iterate over `results` in the worker's thread, until the client leaves."""
         if len(self.pending) > MAX_WAITING:
             raise exceptions.HTTPException(429, f"{MAX_WAITING} requests are waiting; try again later")
         loop = asyncio.get_running_loop()
-        pieces = asyncio.Queue()
+        computed = asyncio.Queue()
         client_left = asyncio.ensure_future(http.receive())  # the only message after the body: the client has left
 
-        def emit(piece: Piece) -> None:  # in the worker's thread
-            if client_left.done() or self.should_exit:
-                raise UserError("the answer was ended")
-            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+        def work() -> None:  # in the worker's thread
+            with contextlib.closing(results):
+                for result in results:
+                    if client_left.done() or self.should_exit:
+                        raise UserError("the answer was ended")
+                    loop.call_soon_threadsafe(computed.put_nowait, result)
 
-        if isinstance(request, InspectRequest):
-            future = loop.run_in_executor(self.worker, model.inspect, request)
-        else:
-            future = loop.run_in_executor(self.worker, model.answer, request, emit)
+        future = loop.run_in_executor(self.worker, work)
         self.pending.add(future)
         future.add_done_callback(self.pending.discard)
-        future.add_done_callback(lambda _: pieces.put_nowait(None))
+        future.add_done_callback(lambda _: computed.put_nowait(None))
         client_left.add_done_callback(lambda _: future.cancel())  # if it has not begun
-        return future, pieces
+        while (result := await computed.get()) is not None:
+            yield result
+        await future  # raises what went wrong
 
 
 async def read_body(http: requests.Request) -> bytes:
