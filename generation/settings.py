@@ -41,12 +41,14 @@ class Sampling:
 
 
 # Fields of generation_config.json that change what transformers generates, unless missing or equal to this value.
-UNSUPPORTED = {"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "num_beams": 1, "penalty_alpha": 0}
-UNSUPPORTED |= {"min_length": 0, "min_new_tokens": 0, "no_repeat_ngram_size": 0, "guidance_scale": 1}
-UNSUPPORTED |= {"suppress_tokens": [], "begin_suppress_tokens": [], "bad_words_ids": [], "sequence_bias": []}
-UNSUPPORTED |= {"stop_strings": [], "forced_bos_token_id": None, "forced_eos_token_id": None}
+UNSUPPORTED = {
+    "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "num_beams": 1, "penalty_alpha": 0, "min_length": 0,
+    "min_new_tokens": 0, "no_repeat_ngram_size": 0, "guidance_scale": 1, "suppress_tokens": [], "sequence_bias": [],
+    "begin_suppress_tokens": [], "bad_words_ids": [], "stop_strings": [], "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+}  # fmt: skip
 # Saved with each model that is trained here. Of 40 texts of the default run none loops; with a penalty of 1.15 nine do.
-SMALL_MODELS = Sampling(repetition_penalty=1.2, temperature=0.7, min_p=0.05)
+SMALL_MODEL_SAMPLING = Sampling(repetition_penalty=1.2, temperature=0.7, min_p=0.05)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from data.tokenizer import encode_prompt, tokens_after
 from data.tokens import counted
 from errors import printable
 from generation.generate import generate
-from generation.settings import SMALL_MODELS
+from generation.settings import SMALL_MODEL_SAMPLING
 from training import checkpoint, plot
 from training.evaluate import Evaluation
 from training.session import Session
@@ -54,7 +54,7 @@ def samples(session: Session, prompts: list[str]) -> str:
     chat, tokenizer = session.corpus.chat, session.corpus.tokenizer
     context = session.model.config.max_position_embeddings
     new = min(SAMPLE_TOKENS, context - 1)
-    options = dict(max_new_tokens=new, vocab_size=tokenizer.vocab_size, sampling=SMALL_MODELS)
+    options = dict(max_new_tokens=new, vocab_size=tokenizer.vocab_size, sampling=SMALL_MODEL_SAMPLING)
     options["eos_ids"] = {tokenizer.eos_id, *(chat.ends if chat else ())}
     texts = []
     session.model.eval()
