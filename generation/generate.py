@@ -25,7 +25,7 @@ class NewToken(NamedTuple):
     sequence: int  # place of its prompt
     id: int
     end: FinishReason | None  # why the sequence ends here; an EOS is not part of its text
-    logits: Tensor  # (V,) that it was sampled from, before any filter; valid until the next step
+    logits: Tensor  # (B, V) of all sequences, before any filter; valid until the next step
     text: str = ""  # what `stream_texts` returns with it
 
 
@@ -124,7 +124,7 @@ def generate(
                     ends[i] = "eos"
                 elif count == limits[i]:
                     ends[i] = "length" if limits[i] == max_new_tokens else "context"
-                yield NewToken(i, token, ends[i], logits[i])
+                yield NewToken(i, token, ends[i], logits)
             if None not in ends:
                 return
 

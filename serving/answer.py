@@ -289,7 +289,8 @@ class ServedModel:
             if token.end != "eos":
                 written += 1
                 if request.wanted_top_logprobs is not None:
-                    described = self.describe(token.id, token.logits.log_softmax(-1), request.wanted_top_logprobs)
+                    logprobs = token.logits[token.sequence].log_softmax(-1)
+                    described = self.describe(token.id, logprobs, request.wanted_top_logprobs)
             yield Piece(choice, text, described, FINISH_REASONS[token.end])
         return written
 
