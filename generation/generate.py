@@ -78,6 +78,7 @@ def generate(
     last = max(map(max, prompts))
     if last >= config.vocab_size:
         raise UserError(f"the model has no embedding of token {last}; leave it out of the prompt or the chat template.")
+    assert prefix is None or len(prompts) == 1
     sampling = sampling or Sampling()
     vocab_size = min(vocab_size or config.vocab_size, config.vocab_size)
     generators = [sequence_generator(seed, number, device) for number in sample_numbers or [0] * len(prompts)]

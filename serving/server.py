@@ -60,7 +60,7 @@ class Server(uvicorn.Server):
             fields = {"model": first_name} | {name: value for name, value in values if value is not None}
             if "max_completion_tokens" in fields:
                 fields["max_tokens"] = fields["max_completion_tokens"]
-            model = self.models.get(str(fields["model"]), first_model)  # an unknown one is refused by `submit`
+            model = self.models.get(str(fields["model"]), first_model)  # an unknown one is refused by `find`
             default = model.chat_sampling if kind is ChatRequest else model.text_sampling
             return msgspec.convert(fields | {"sampling": msgspec.convert(vars(default) | fields, Sampling)}, kind)
 
@@ -102,7 +102,7 @@ class Server(uvicorn.Server):
         return responses.Response(content, media_type="application/json")
 
     async def compute(self, http: requests.Request, results: Generator) -> AsyncIterator:
-        """Iterate over `results` in the worker's thread, until the client leaves."""
+        """What the worker's thread gets by iterating over `results`, until the client leaves."""
         if len(self.pending) > MAX_WAITING:
             raise exceptions.HTTPException(429, f"{MAX_WAITING} requests are waiting; try again later")
         loop = asyncio.get_running_loop()
