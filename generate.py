@@ -12,7 +12,7 @@ def main() -> None:
     from checkpoints.find import find_adapter, find_checkpoint, newest_run, tokenizer_directory
     from data.tokenizer import load_tokenizer
     from flags import parse_flags
-    from generation.settings import Settings, apply_recommended, read_prompts
+    from generation.settings import Settings, read_prompts, recommended_sampling
 
     if {"-h", "--help"} & {*sys.argv}:
         fit_stdout()
@@ -30,7 +30,11 @@ def main() -> None:
         merge(checkpoint, settings.adapter, settings.merge)
         log(f"written: {settings.merge}; try it: python generate.py {shlex.quote(str(settings.merge))}")
         return
-    settings, source = apply_recommended(settings, checkpoint)
+    recommended = recommended_sampling(checkpoint, settings.adapter, settings.chat)
+    source = "the defaults"
+    if recommended is not None:
+        settings = parse_flags(Settings, prog="generate.py", default=Settings(sampling=recommended))
+        source = "the model's generation_config.json"
     sys.stdout.reconfigure(newline="\n")  # the same bytes on Windows
     tokenizer = load_tokenizer(tokenizer_directory(*find_adapter(checkpoint, settings.adapter)))
     if settings.chat and tokenizer.chat_template is None:

@@ -15,13 +15,14 @@ import gc
 import os
 import signal
 import socket
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
 from checkpoints.find import describe, find_checkpoint, newest_run
 from errors import UserError
 from flags import optional
+from generation.settings import Dtype
 
 
 def stop(*_: object) -> None:
@@ -35,7 +36,7 @@ def main(
     host: str = "127.0.0.1",
     port: int = 8000,
     device: str = "auto",
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Serve models to a browser, two side by side, and to clients of OpenAI's API under /v1.
 
@@ -47,12 +48,10 @@ def main(
         dtype: As in generate.py.
     """
     directories = {run: find_checkpoint(run) for run in runs or [str(newest_run())]}
-    if not 0 <= port <= 65535:
-        raise UserError(f"--port {port} is no port; give one from 0 to 65535.")
     try:
         listener = socket.create_server((host, port))
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else error
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot listen on port {port} of {host} ({reason}); give another --port or --host.") from None
     from serving.server import Server  # imports torch
 

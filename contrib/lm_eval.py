@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutput
 
-from checkpoints.find import find_checkpoint
 from errors import exit_on_user_error, note
 from generation.load import load_decoder, open_model
 from model.decoder import Decoder
@@ -48,7 +47,7 @@ class Prenorm(HFLM):
         if device.startswith("cuda") and not torch.cuda.is_available():
             device = "auto"  # lm-eval's command line asks for cuda:0 where its user asked for nothing
             note("there is no CUDA device; computing on the CPU")
-        checkpoint, tokenizer, _ = open_model(find_checkpoint(pretrained))
+        checkpoint, tokenizer, _ = open_model(pretrained)
         decoder = DecoderForTransformers(load_decoder(checkpoint, device, dtype))
         tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer.folder)
         super().__init__(decoder, tokenizer=tokenizer, backend="causal", **options)

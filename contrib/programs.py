@@ -138,8 +138,7 @@ def prenorm(place: str, _: Questions) -> Program:
     """This program."""
     from checkpoints.pretrained import load_pretrained
     from data.chat import ChatFormat
-    from data.tokenizer import BREAK
-    from data.tokenizer import encode_prompt
+    from data.tokenizer import BREAK, encode_prompt
     from generation.load import open_model
     from generation.settings import Sampling, recommended_sampling
 

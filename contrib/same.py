@@ -24,7 +24,6 @@ from typing import Annotated
 import numpy as np
 import tyro
 
-from checkpoints.find import find_checkpoint
 from contrib import programs
 from contrib.programs import Questions
 from errors import UserError, log, printable
@@ -85,7 +84,7 @@ def main(
 
 def make_questions(run: str) -> Questions:
     """The questions about a model that is opened here."""
-    checkpoint, tokenizer, end_ids = open_model(find_checkpoint(run))
+    checkpoint, tokenizer, end_ids = open_model(run)
     config = checkpoint.config
     context = config.max_position_embeddings
     length = min(max(context // 2, 2048), 4096, context)

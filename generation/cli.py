@@ -3,8 +3,7 @@
 import functools
 import itertools
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import kernels
@@ -13,24 +12,25 @@ from data.chat import ChatFormat
 from data.tokenizer import Tokenizer, encode_prompt, tokens_after
 from errors import log
 from generation.conversation import Conversation, write
-from generation.generate import check_prompts, generate
+from generation.generate import NewToken, check_prompts, generate
 from generation.load import load_decoder, open_model
 from generation.settings import Settings
-from generation.stream import TextStream
+from generation.stream import TextStream, stream_texts
 from model.device import explain_out_of_memory
 
 
 @explain_out_of_memory("out of memory; use a smaller --batch-size, fewer --max-new-tokens, or --device cpu.")
-def run(settings: Settings, directory: Path, tokenizer: Tokenizer, prompts: Sequence[str]) -> None:
-    """Print the continuations of the prompts, in a chat the answers. A chat without prompts is a conversation."""
-    checkpoint, _, ends = open_model(directory, settings.adapter, tokenizer)
+def run(settings: Settings, directory: Path, tokenizer: Tokenizer, prompts: Sequence[str] | None) -> None:
+    """Print the continuations of the prompts, in a chat the answers to them. None: hold a conversation."""
+    checkpoint, _, eos_ids = open_model(directory, settings.adapter, tokenizer)
+    context = checkpoint.config.max_position_embeddings
+    texts = prompts or []
     if settings.chat:
         chat = ChatFormat(tokenizer, settings.system)
-        ends |= chat.ends
-        encoded = [chat.encode([{"role": "user", "content": text}]) for text in prompts]
+        eos_ids |= chat.ends
+        encoded = [chat.encode([{"role": "user", "content": text}]) for text in texts]
     else:
-        encoded = [encode_prompt(tokenizer, text) for text in prompts]
-    context = checkpoint.config.max_position_embeddings
+        encoded = [encode_prompt(tokenizer, text) for text in texts]
     check_prompts(encoded, context)  # before the weights are read
     decoder = load_decoder(checkpoint, settings.device, settings.dtype, settings.kernels, settings.batch_size)
     del checkpoint  # with the mapping of its files
@@ -38,16 +38,14 @@ def run(settings: Settings, directory: Path, tokenizer: Tokenizer, prompts: Sequ
     dtype = str(decoder.compute_dtype).removeprefix("torch.")
     dtype += " with int8 matrices" if settings.dtype == "int8" else ""
     log(f"{describe(directory, settings.adapter)} on {device} in {dtype}, kernels: {kernels.describe(device)}")
-    if settings.samples > 1 and settings.sampling.temperature == 0:
-        log("the samples of a prompt are equal, because temperature 0 always takes the most likely token")
     continue_prompts = functools.partial(
         generate, decoder, max_new_tokens=settings.token_limit, sampling=settings.sampling, seed=settings.seed,
-        eos_ids=ends, vocab_size=tokenizer.vocab_size,
+        eos_ids=eos_ids, vocab_size=tokenizer.vocab_size,
     )  # fmt: skip
-    if settings.chat and not prompts:
+    if prompts is None:
         Conversation(continue_prompts, chat, settings, context).run()
     else:
-        print_texts(continue_prompts, settings, tokenizer, prompts, encoded)
+        print_texts(continue_prompts, settings, tokenizer, texts, encoded)
 
 
 def print_texts(
@@ -55,55 +53,44 @@ def print_texts(
     prompts: Sequence[str], encoded: list[list[int]],
 ) -> None:  # fmt: skip
     """Generate all samples of the prompts in batches; print the texts (in a chat the answers) in order, or as JSON."""
-    samples = [*itertools.product(range(len(prompts)), range(settings.samples))]  # place of the prompt, sample number
+    samples = [*itertools.product(range(len(prompts)), range(settings.samples))]  # prompt index, sample number
     first_tokens = [None if settings.chat else tokens_after(tokenizer, prompt) for prompt in prompts]
     for start in range(0, len(samples), settings.batch_size):
         batch = samples[start : start + settings.batch_size]
-        streams = [TextStream(tokenizer, settings.stop, () if settings.chat else encoded[place]) for place, _ in batch]
-        rows = [{"row": place, "prompt": prompts[place], "sample": number} for place, number in batch]
-        output = BatchOutput(streams, rows if settings.jsonl else None)
-        result = continue_prompts(
-            [encoded[place] for place, _ in batch],
-            sample_numbers=[number for _, number in batch],
-            first_tokens=[first_tokens[place] for place, _ in batch],
-            on_token=output.push,
-            on_finish=output.finish,
+        streams = [TextStream(tokenizer, settings.stop, () if settings.chat else encoded[index]) for index, _ in batch]
+        tokens = continue_prompts(
+            [encoded[index] for index, _ in batch],
+            sample_numbers=[sample for _, sample in batch],
+            first_tokens=[first_tokens[index] for index, _ in batch],
         )
-        if not settings.jsonl:
+        if settings.jsonl:
+            rows = [{"row": index, "prompt": prompts[index], "sample": sample} for index, sample in batch]
+            print_json(tokens, streams, rows)
+        else:
+            print_in_order(tokens, streams)
             write("\n\n" if start + len(batch) < len(samples) else "\n")
-        if "context" in result.finish_reasons:
+        if any(stream.end == "context" for stream in streams):
             log("a text ends where the model's context is full")
 
 
-@dataclass
-class BatchOutput:
-    """Prints the texts of a batch in order, the first unfinished one as it grows; as JSON each when it is finished."""
-
-    streams: list[TextStream]
-    rows: list[dict] | None  # for JSON: the fields that come before a text
-    first: int = 0  # place of the first text that is not completely printed
-    printed: int = 0  # characters of it
-
-    def push(self, i: int, token: int) -> bool:
-        """Add a token to text i; returns whether a stop string has ended it."""
-        self.streams[i].push(token)
-        self.print_in_order()
-        return self.streams[i].stopped
-
-    def finish(self, i: int, reason: str) -> None:
-        self.streams[i].finish()
-        self.print_in_order()
-        if self.rows is not None:
-            row = self.rows[i] | {"text": self.streams[i].text, "end": reason}
+def print_json(tokens: Generator[NewToken], streams: Sequence[TextStream], rows: Sequence[dict]) -> None:
+    """Print each text as JSON when it is finished, behind the fields of its row."""
+    for token in stream_texts(tokens, streams):
+        if token.end is not None:
+            row = rows[token.sequence] | {"text": streams[token.sequence].text, "end": token.end}
             write(json.dumps(row, ensure_ascii=False) + "\n")
 
-    def print_in_order(self) -> None:
-        while self.rows is None and self.first < len(self.streams):
-            stream = self.streams[self.first]
-            write(stream.text[self.printed :])
-            self.printed = len(stream.text)
-            if not stream.finished:
-                return
-            self.first += 1
-            self.printed = 0
-            write("\n\n" if self.first < len(self.streams) else "")
+
+def print_in_order(tokens: Generator[NewToken], streams: Sequence[TextStream]) -> None:
+    """Print the texts in order, the first unfinished one as it grows."""
+    waiting = [*streams]  # those that are not completely printed
+    printed = 0  # characters of the first one
+    for _ in stream_texts(tokens, streams):
+        while waiting:
+            write(waiting[0].text[printed:])
+            printed = len(waiting[0].text)
+            if waiting[0].end is None:
+                break
+            del waiting[0]
+            printed = 0
+            write("\n\n" if waiting else "")

@@ -3,23 +3,23 @@
 import contextlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 
 from data.chat import ChatFormat, Message
 from errors import UserError, log, printable
-from generation.generate import Generation, PrefixCache, check_prompts
+from generation.generate import NewToken, PrefixCache, check_prompts
 from generation.settings import Settings
-from generation.stream import TextStream
+from generation.stream import TextStream, stream_texts
 
 COMMANDS = "Ctrl-C stops an answer, /reset starts a new conversation, /quit leaves"
 
 
 @dataclass
 class Conversation:
-    """What was said so far, of an interrupted answer what it has. An exception undoes the turn that raised it."""
+    """The messages so far. An interrupted answer keeps the text that it has; after an error the turn is forgotten."""
 
-    generate: Callable[..., Generation]  # `generate` with a decoder and the settings
+    continue_prompts: Callable[..., Generator[NewToken]]  # `generate` with a decoder and the settings
     chat: ChatFormat
     settings: Settings
     context: int  # context of the decoder, in tokens
@@ -57,15 +57,11 @@ class Conversation:
         """Generate the answer to `text` and write it."""
         messages, prompt = self.drop_oldest_turns([*self.messages, {"role": "user", "content": text}])
         stream = TextStream(self.chat.tokenizer, self.settings.stop)
-
-        def on_token(_: int, token: int) -> bool:
-            write(stream.push(token))
-            return stream.stopped
-
         try:
-            result = self.generate([prompt], sample_numbers=[self.answers], on_token=on_token, prefix=self.prefix)
-            [end] = result.finish_reasons
-            write(stream.finish())
+            tokens = self.continue_prompts([prompt], sample_numbers=[self.answers], prefix=self.prefix)
+            for token in stream_texts(tokens, [stream]):
+                write(token.text)
+            end = stream.end
         except KeyboardInterrupt:
             if not stream.text:
                 log("\nstopped before the answer began; your message is forgotten")
@@ -86,15 +82,16 @@ class Conversation:
         """The messages and their ids; without the oldest turns if there is no room for an answer."""
         # An answer may need `max_new_tokens`, but at most half of the context is kept free for it.
         room = self.context - min(self.settings.token_limit, self.context // 2)
-        turns = len(messages) // 2
+        earlier_turns = len(messages) // 2
+        dropped = 0
         prompt = self.chat.encode(messages)
         while len(prompt) > room and len(messages) > 1:
             messages = messages[2:]
+            dropped += 1
             prompt = self.chat.encode(messages)
         check_prompts([prompt], self.context)
-        dropped = turns - len(messages) // 2
         if dropped:
-            log(f"dropped the oldest {dropped} of {turns} turns: the context is {self.context} tokens")
+            log(f"dropped the oldest {dropped} of {earlier_turns} turns: the context is {self.context} tokens")
         return messages, prompt
 
 

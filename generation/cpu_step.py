@@ -8,7 +8,7 @@ The first call compiles the loops for this processor; later processes find them 
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,17 +27,17 @@ from model.linear import Linear
 
 
 class LoopCache(FunctionCache):
-    """Numba's cache on disk. What cannot be read or written there is compiled anew, after one note."""
+    """Numba's cache on disk, which raises errors for a damaged file and a full disk: then compile anew."""
 
-    @contextlib.contextmanager
-    def _guard_against_spurious_io_errors(self) -> Iterator[None]:  # Numba's lets most errors of its files pass
+    def load_overload(self, *arguments: object) -> object:
         try:
-            yield
-        except Exception as error:
-            reason = str(error).partition(":")[0]
-            note(f"the decoding step is compiled anew: its cache in {self.cache_path} cannot be used ({reason})")
-            with contextlib.suppress(OSError):
-                self.flush()  # a file that is cut short
+            return super().load_overload(*arguments)
+        except Exception:  # whatever pickle raises
+            self.flush()
+
+    def save_overload(self, *arguments: object) -> None:
+        with contextlib.suppress(OSError):
+            super().save_overload(*arguments)
 
 
 def compiled(function: Callable, parallel: bool = False) -> Callable:
@@ -45,7 +45,7 @@ def compiled(function: Callable, parallel: bool = False) -> Callable:
     loops = njit(function, parallel=parallel, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"})
     try:
         loops._cache = LoopCache(function)
-    except RuntimeError:  # nor in the home directory
+    except RuntimeError:  # neither this folder nor the home directory can be written
         note(f"the decoding step is compiled in each process: {Path(__file__).parent} cannot be written")
     return loops
 
@@ -95,10 +95,10 @@ def add_product(out, matrix, x):
 
 
 @compiled
-def normalize(x, out, norm, centered, eps):
-    """out = RMSNorm, or LayerNorm if `centered`, of one row x."""
+def normalize(x, out, norm, is_layer_norm, eps):
+    """out = LayerNorm or RMSNorm of one row x; norm (2, D): its weight and bias."""
     mean, square = np.float32(0), np.float32(0)
-    if centered:
+    if is_layer_norm:
         for i in range(len(x)):
             mean += x[i]
         mean /= np.float32(len(x))
@@ -110,10 +110,10 @@ def normalize(x, out, norm, centered, eps):
 
 
 @compiled
-def normalize_rows(x, norm, centered, eps):
+def normalize_rows(x, norm, is_layer_norm, eps):
     out = np.empty_like(x)
     for b in range(len(x)):
-        normalize(x[b], out[b], norm, centered, eps)
+        normalize(x[b], out[b], norm, is_layer_norm, eps)
     return out
 
 
@@ -131,12 +131,15 @@ def attend(qkv, keys, values, padding, end):
     """Attention of the queries in qkv (B, (H + 2K) d) to the cache's first `end` positions: (B, H d)."""
     batch, kv_heads, _, width = keys.shape
     heads = qkv.shape[1] // width - 2 * kv_heads
-    out, all_scores = np.empty((batch, heads * width), np.float32), np.empty((batch * heads, end), np.float32)
+    out = np.empty((batch, heads * width), np.float32)
+    all_scores = np.empty((batch * heads, end), np.float32)
     for task in prange(batch * heads):
         b, h = task // heads, task % heads
         kv = h // (heads // kv_heads)
         first = padding[b]
-        q, y, scores = qkv[b, h * width : (h + 1) * width], out[b, h * width : (h + 1) * width], all_scores[task]
+        q = qkv[b, h * width : (h + 1) * width]
+        y = out[b, h * width : (h + 1) * width]
+        scores = all_scores[task]
         largest, total = np.float32(-np.inf), np.float32(0)
         for s in range(first, end):
             score = np.float32(0)
@@ -157,11 +160,11 @@ def attend(qkv, keys, values, padding, end):
 
 
 @compiled
-def run_layer(layer, x, cos, sin, padding, position, centered, eps):
+def run_layer(layer, x, cos, sin, padding, position, is_layer_norm, eps):
     """Add the outputs of a layer's two blocks to the residual stream x (B, D)."""
     batch, kv_heads, _, width = layer.keys.shape
     qkv = np.zeros((batch, len(layer.qkv.bias)), np.float32)
-    add_product(qkv, layer.qkv, normalize_rows(x, layer.attention_norm, centered, eps))
+    add_product(qkv, layer.qkv, normalize_rows(x, layer.attention_norm, is_layer_norm, eps))
     heads = qkv.shape[1] // width - 2 * kv_heads
     for b in range(batch):
         for h in range(heads + kv_heads):
@@ -175,7 +178,7 @@ def run_layer(layer, x, cos, sin, padding, position, centered, eps):
                 layer.values[b, h, position, i] = qkv[b, (heads + kv_heads + h) * width + i]
     add_product(x, layer.o, attend(qkv, layer.keys, layer.values, padding, position + 1))
     gate_up = np.zeros((batch, len(layer.gate_up.bias)), np.float32)
-    add_product(gate_up, layer.gate_up, normalize_rows(x, layer.mlp_norm, centered, eps))
+    add_product(gate_up, layer.gate_up, normalize_rows(x, layer.mlp_norm, is_layer_norm, eps))
     hidden = np.empty((batch, gate_up.shape[1] // 2), np.float32)
     for b in range(batch):
         for i in range(hidden.shape[1]):
@@ -184,7 +187,7 @@ def run_layer(layer, x, cos, sin, padding, position, centered, eps):
     add_product(x, layer.down, hidden)
 
 
-def norm_rows(weight: Tensor, bias: Tensor | None = None) -> np.ndarray:
+def weight_and_bias(weight: Tensor, bias: Tensor | None = None) -> np.ndarray:
     """The weight of a norm and its bias, or zeros: (2, D) float32."""
     bias = torch.zeros_like(weight) if bias is None else bias
     return torch.stack([weight, bias]).detach().float().numpy()
@@ -208,13 +211,13 @@ def layer_weights(layer: Layer, keys: np.ndarray, values: np.ndarray, dtype: tor
     if attention.q_norm is None:
         head_norms = np.empty((0, 2, keys.shape[-1]), np.float32)
     else:
-        head_norms = np.stack([norm_rows(attention.q_norm.weight), norm_rows(attention.k_norm.weight)])
+        head_norms = np.stack([weight_and_bias(attention.q_norm.weight), weight_and_bias(attention.k_norm.weight)])
     return LayerWeights(
-        attention_norm=norm_rows(before.weight, before.bias),
+        attention_norm=weight_and_bias(before.weight, before.bias),
         qkv=to_matrix(attention.qkv_proj, dtype),
         head_norms=head_norms,
         o=to_matrix(attention.o_proj, dtype),
-        mlp_norm=norm_rows(after.weight, after.bias),
+        mlp_norm=weight_and_bias(after.weight, after.bias),
         gate_up=to_matrix(mlp.gate_up_proj, dtype),
         down=to_matrix(mlp.down_proj, dtype),
         keys=keys,
@@ -233,11 +236,13 @@ class CpuDecodeStep:
         torch.set_num_threads(threads)  # Numba has just set the number for all of OpenMP, which torch uses too
         if (folder := run_layer.stats.cache_path) and not any(Path(folder).glob("cpu_step.run_layer-*")):
             note("compiling the decoding step for this processor, once: a few seconds")
-        self.embedding, self.dtype = decoder.embed_tokens.weight.detach(), decoder.compute_dtype
-        self.centered, self.eps = config.norm == "layer", config.norm_eps
-        parts = zip(decoder.layers, cache.keys.numpy(), cache.values.numpy(), strict=True)
-        self.layers = [layer_weights(layer, keys, values, self.dtype) for layer, keys, values in parts]
-        self.norm = norm_rows(decoder.norm.weight, decoder.norm.bias)
+        self.dtype = decoder.compute_dtype
+        self.embedding = decoder.embed_tokens.weight.detach()
+        self.is_layer_norm = config.norm == "layer"
+        self.eps = config.norm_eps
+        layers = zip(decoder.layers, cache.keys.numpy(), cache.values.numpy(), strict=True)
+        self.layers = [layer_weights(layer, keys, values, self.dtype) for layer, keys, values in layers]
+        self.norm = weight_and_bias(decoder.norm.weight, decoder.norm.bias)
         self.head = to_matrix(decoder.head, self.dtype)
         decoder.rope.grow(cache.max_length)
         self.cos, self.sin = decoder.rope.cos.numpy(), decoder.rope.sin.numpy()
@@ -250,8 +255,8 @@ class CpuDecodeStep:
         padding = np.zeros(batch, np.int64) if padding is None else padding.numpy()
         x = self.embedding[tokens[:, 0]].to(self.dtype).float().numpy()
         for layer in self.layers:
-            run_layer(layer, x, self.cos, self.sin, padding, position, self.centered, self.eps)
+            run_layer(layer, x, self.cos, self.sin, padding, position, self.is_layer_norm, self.eps)
         logits = np.zeros((batch, len(self.embedding)), np.float32)
-        add_product(logits, self.head, normalize_rows(x, self.norm, self.centered, self.eps))
+        add_product(logits, self.head, normalize_rows(x, self.norm, self.is_layer_norm, self.eps))
         self.cache.length += 1
         return torch.from_numpy(logits)[:, None]

@@ -1,11 +1,12 @@
 """Token ids in, token ids out: one prefill of the left-padded prompts, then one decoding step per new token."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from errors import UserError
 from generation.sampling import sample, sequence_generator
@@ -15,30 +16,39 @@ from model.cache import KeyValueCache
 from model.decoder import Decoder
 from model.device import threads_for
 
-FinishReason = Literal["eos", "stop", "length", "context"]
+FinishReason = Literal["eos", "stop", "length", "context"]  # EOS, a stop string, max_new_tokens, or the context is full
 
 
-@dataclass
-class Generation:
-    """What `generate` produced. Lists have an element per prompt."""
+class NewToken(NamedTuple):
+    """What a decoding step adds to one sequence."""
 
-    tokens: list[list[int]]  # new ones, without the EOS that ended the sequence
-    finish_reasons: list[FinishReason | None]  # EOS, stopped by `on_token`, max_new_tokens reached, or context full
+    sequence: int  # place of its prompt
+    id: int
+    end: FinishReason | None  # why the sequence ends here; an EOS is not part of its text
+    logits: Tensor  # (B, V) of all sequences, before any filter; valid until the next step
+    text: str = ""  # what `stream_texts` returns with it
 
 
 @dataclass
 class PrefixCache:
-    """The tokens of the last call of `generate`, and their keys and values: the next call computes only what is new."""
+    """Tokens of the last call of `generate`, in order, whose keys and values are in its cache.
 
-    tokens: list[int] = field(default_factory=list)  # at least those that the cache holds, in order
+    The next call computes only what is new. It stays valid if a call is interrupted anywhere, but not if a call without
+    it comes in between.
+    """
+
+    tokens: list[int] = field(default_factory=list)
     cache: KeyValueCache | None = None
 
-    def cached_tokens(self, prompt: Sequence[int]) -> int:
-        """How many tokens at the start of the prompt the cache holds. Not the last one: its logits are needed."""
+    def move_to(self, cache: KeyValueCache, prompt: Sequence[int]) -> int:
+        """Keep in `cache`, which may be the last one, what the prompt begins with; returns the number of its tokens."""
         count = 0
-        if self.cache is not None:
-            while count < min(self.cache.length, len(prompt) - 1) and self.tokens[count] == prompt[count]:
-                count += 1
+        while count < min(len(self.tokens), len(prompt) - 1) and self.tokens[count] == prompt[count]:
+            count += 1  # not the last token of the prompt: its logits are needed
+        if count:
+            cache.keep_prefix(self.cache, count)
+        self.cache = cache
+        self.tokens = self.tokens[:count]
         return count
 
 
@@ -54,60 +64,41 @@ def generate(
     first_tokens: Sequence[Sequence[int] | None] | None = None,
     eos_ids: Collection[int] = (),
     vocab_size: int | None = None,
-    on_token: Callable[[int, int], bool | None] = lambda i, token: False,
-    on_finish: Callable[[int, FinishReason], object] = lambda i, reason: None,
-    on_logits: Callable[[torch.Tensor], object] = lambda logits: None,
     prefix: PrefixCache | None = None,
-) -> Generation:
-    """Continue each prompt (one token or more); a sequence's tokens do not depend on the others in its batch.
+) -> Generator[NewToken]:
+    """Continue each prompt (one token or more) until its end; a sequence does not depend on the others in its batch.
 
     Sequence i has its own random generator, seeded by (seed, sample_numbers[i]), by default (seed, 0). Its first token
     is one of `first_tokens[i]`, unless that is None or empty. Only ids below `vocab_size` are sampled: a model may have
-    more than its tokenizer. It ends at an EOS id, when `on_token(i, token)` returns true, after max_new_tokens, or when
-    it fills the context; then `on_finish(i, reason)` is called once. A prompt without room for one token is a
-    `UserError`. `on_logits` gets the logits (B, V) of each step, valid until it returns.
-
-    With `prefix`, for a single prompt: what the prompt has in common with the last call's tokens is not computed again.
-    It stays valid if this call is interrupted anywhere, but not if a call without it comes in between.
+    more than its tokenizer. A prompt without room for one token is a `UserError`. A single prompt may have a `prefix`.
     """
-    context = decoder.config.max_position_embeddings
+    config, device, dtype = decoder.config, decoder.embed_tokens.weight.device, decoder.compute_dtype
+    context = config.max_position_embeddings
     check_prompts(prompts, context)
     last = max(map(max, prompts))
-    if last >= decoder.config.vocab_size:
+    if last >= config.vocab_size:
         raise UserError(f"the model has no embedding of token {last}; leave it out of the prompt or the chat template.")
-    device, dtype = decoder.embed_tokens.weight.device, decoder.compute_dtype
+    assert prefix is None or len(prompts) == 1
     sampling = sampling or Sampling()
-    vocab_size = min(vocab_size or math.inf, decoder.config.vocab_size)
+    vocab_size = min(vocab_size or config.vocab_size, config.vocab_size)
     generators = [sequence_generator(seed, number, device) for number in sample_numbers or [0] * len(prompts)]
-    allowed = token_mask(first_tokens, vocab_size, device) if any(first_tokens or ()) else None  # as the first token
+    allowed = None  # what may be the first token
+    if any(first_tokens or ()):
+        allowed = token_mask([row or range(vocab_size) for row in first_tokens], vocab_size, device)
     seen = token_mask(prompts, vocab_size, device) if sampling.repetition_penalty != 1 else None
     limits = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
-    result = Generation([[] for _ in prompts], [None] * len(prompts))
-
-    def add_token(i: int, token: int) -> FinishReason | None:
-        if token in eos_ids:
-            return "eos"
-        result.tokens[i].append(token)
-        if on_token(i, token):
-            return "stop"
-        if len(result.tokens[i]) >= limits[i]:
-            return "length" if limits[i] == max_new_tokens else "context"
-        return None
+    ends: list[FinishReason | None] = [None] * len(prompts)
 
     tokens, padding = left_pad(prompts, device)
     shape = len(prompts), tokens.shape[1] + max(limits)
-    assert prefix is None or len(prompts) == 1
-    # On a GPU decode_step returns the very cache that prefix points to, with length 0. So first count what it shares
-    # with the prompt, then take the step, then set its length to that count.
-    cached = 0 if prefix is None else prefix.cached_tokens(prompts[0])
-    with threads_for(decoder, len(prompts)), decode_step(decoder, *shape) as step:
-        cache = step.cache if step else KeyValueCache(decoder.config, *shape, device=device, dtype=dtype)
+    with threads_for(decoder, len(prompts)):
+        step = decode_step(decoder, *shape)
+        cache = step.cache if step else KeyValueCache(config, *shape, device=device, dtype=dtype)
+        ids = prompts[0]
         if prefix is not None:
-            if cached:
-                cache.keep_prefix(prefix.cache, cached)
-            prefix.cache, prefix.tokens = cache, list(prompts[0])
-            tokens = tokens[:, cached:]
-        while None in result.finish_reasons:
+            cached = prefix.move_to(cache, prompts[0])
+            tokens, ids = tokens[:, cached:], prompts[0][cached:]
+        for count in range(1, max(limits) + 1):
             if cache.length >= context:
                 # Only shorter, padded prompts still have room in the context. The sequences that have filled it are
                 # finished but still computed: more padding keeps their rotary positions below the context.
@@ -116,24 +107,27 @@ def generate(
                 logits = decoder(tokens, cache=cache, padding=padding, last_only=True)[:, -1, :vocab_size]
             else:
                 logits = step(tokens, padding)[:, -1, :vocab_size]
-            on_logits(logits)
-            if allowed is not None:
-                logits, allowed = logits.masked_fill(~allowed, -math.inf), None
-            tokens = sample(logits, sampling, generators, seen)[:, None]
+            if prefix is not None:
+                prefix.tokens += ids
+            candidates = logits if allowed is None else logits.masked_fill(~allowed, -math.inf)
+            allowed = None
+            tokens = sample(candidates, sampling, generators, seen)[:, None]
             ids = tokens[:, 0].tolist()  # the only wait for the device in a step
             if min(ids) < 0:
                 reason = "its weights are damaged, or its activations overflow"
                 raise UserError(f"the model's logits are not finite; {reason}: try float32.")
             if seen is not None:
                 seen.scatter_(1, tokens, True)
-            if prefix is not None:
-                prefix.tokens += ids
             for i, token in enumerate(ids):
-                if result.finish_reasons[i] is None:  # further tokens of a finished sequence are dropped
-                    result.finish_reasons[i] = add_token(i, token)
-                    if result.finish_reasons[i] is not None:
-                        on_finish(i, result.finish_reasons[i])
-    return result
+                if ends[i] is not None:  # further tokens of a finished sequence are dropped
+                    continue
+                if token in eos_ids:
+                    ends[i] = "eos"
+                elif count == limits[i]:
+                    ends[i] = "length" if limits[i] == max_new_tokens else "context"
+                yield NewToken(i, token, ends[i], logits)
+            if None not in ends:
+                return
 
 
 class PromptTooLong(UserError):
@@ -151,7 +145,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], context: int) -> None:
             )
 
 
-def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Prompts as (B, T) int64 that all end at the last position, and the padding (B,) in front of each, None if all 0.
 
     prompt A   a a a a      padding 0
@@ -163,9 +157,9 @@ def left_pad(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[to
     return tokens, torch.tensor(padding, device=device) if any(padding) else None
 
 
-def token_mask(rows: Sequence[Sequence[int] | None], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """(B, V) bool: true for the tokens of each row, for all of a row that is None or empty."""
+def token_mask(rows: Sequence[Sequence[int]], vocab_size: int, device: torch.device) -> Tensor:
+    """(B, V) bool: true for the tokens of each row."""
     mask = torch.zeros(len(rows), vocab_size, dtype=torch.bool)
     for i, ids in enumerate(rows):
-        mask[i, list(ids) if ids else slice(None)] = True
+        mask[i, list(ids)] = True
     return mask.to(device)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 import kernels
-from checkpoints.find import eos_ids, find_adapter, generation_config, tokenizer_directory
+from checkpoints.find import eos_ids, find_adapter, find_checkpoint, generation_config, tokenizer_directory
 from checkpoints.pretrained import Checkpoint, load_pretrained, open_checkpoint, save_pretrained, write_json
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError
@@ -17,10 +17,10 @@ from model.device import choose_device, choose_dtype, explain_out_of_memory
 
 
 def open_model(
-    directory: Path, adapter: str | None = None, tokenizer: Tokenizer | None = None
+    run: Path | str, adapter: str | None = None, tokenizer: Tokenizer | None = None
 ) -> tuple[Checkpoint, Tokenizer, frozenset[int]]:
     """A checkpoint whose weights are not read yet, its tokenizer (as given, if it is), and the ids that end a text."""
-    model, adapter_directory = find_adapter(directory, adapter)
+    model, adapter_directory = find_adapter(find_checkpoint(run), adapter)
     checkpoint = open_checkpoint(model, adapter_directory)
     tokenizer = tokenizer or load_tokenizer(tokenizer_directory(model, adapter_directory))
     check_vocabulary(tokenizer, checkpoint.config.vocab_size)

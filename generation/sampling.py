@@ -41,7 +41,9 @@ def filter_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     large vocabulary takes longer than a decoding step of a small model.
     """
     logits = apply_temperature(logits, sampling.temperature)
-    remaining, ids = (logits, None) if sampling.top_k == 0 else logits.topk(min(sampling.top_k, logits.shape[-1]))
+    remaining, ids = logits, None
+    if sampling.top_k > 0:
+        remaining, ids = logits.topk(min(sampling.top_k, logits.shape[-1]))
     if sampling.top_p < 1:
         remaining = keep_top_p(remaining, sampling.top_p)
     if sampling.min_p > 0:
@@ -50,7 +52,7 @@ def filter_logits(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def sequence_generator(seed: int, sample: int, device: torch.device) -> torch.Generator:
-    """A generator for one sequence, alone and in any batch. Seeded by a hash: sums of (1, 2) and (2, 1) are equal."""
+    """A generator for one sequence, alone and in any batch. A hash, as seed + sample is equal for (1, 2) and (2, 1)."""
     digest = hashlib.blake2b(f"generation {seed} {sample}".encode(), digest_size=7).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest, "big"))
 

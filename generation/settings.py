@@ -14,7 +14,9 @@ from msgspec import Meta
 from checkpoints.find import find_adapter, generation_config
 from errors import UserError, log, note, reading
 from files import read_json
-from flags import Fraction, NonNegativeFloat, NonNegativeInt, check_fields, optional, parse_flags
+from flags import Fraction, NonNegativeFloat, check_fields, optional
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 
 
 @dataclass(frozen=True)
@@ -26,8 +28,8 @@ class Sampling:
     """Above 1, tokens of the prompt and of the text so far become less likely (1: off)."""
     temperature: NonNegativeFloat = 0.8
     """Divides the logits: below 1 the text is more predictable, above 1 more random. 0: the most likely token."""
-    top_k: NonNegativeInt = 0
-    """Sample from the k most likely tokens only (0: all)."""
+    top_k: Annotated[int, Meta(ge=-1)] = 0
+    """Sample from the k most likely tokens only (0, or -1 as in vLLM: all)."""
     top_p: Fraction = 1.0
     """Sample from the smallest set of most likely tokens whose probabilities sum to at least this (1: all)."""
     min_p: Fraction = 0.0
@@ -35,15 +37,18 @@ class Sampling:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
 
 
 # Fields of generation_config.json that change what transformers generates, unless missing or equal to this value.
-UNSUPPORTED = {"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "num_beams": 1, "penalty_alpha": 0}
-UNSUPPORTED |= {"min_length": 0, "min_new_tokens": 0, "no_repeat_ngram_size": 0, "guidance_scale": 1}
-UNSUPPORTED |= {"suppress_tokens": [], "begin_suppress_tokens": [], "bad_words_ids": [], "sequence_bias": []}
-UNSUPPORTED |= {"stop_strings": [], "forced_bos_token_id": None, "forced_eos_token_id": None}
+UNSUPPORTED = {
+    "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "num_beams": 1, "penalty_alpha": 0, "min_length": 0,
+    "min_new_tokens": 0, "no_repeat_ngram_size": 0, "guidance_scale": 1, "suppress_tokens": [], "sequence_bias": [],
+    "begin_suppress_tokens": [], "bad_words_ids": [], "stop_strings": [], "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+}  # fmt: skip
 # Saved with each model that is trained here. Of 40 texts of the default run none loops; with a penalty of 1.15 nine do.
-SMALL_MODELS = Sampling(repetition_penalty=1.2, temperature=0.7, min_p=0.05)
+SMALL_MODEL_SAMPLING = Sampling(repetition_penalty=1.2, temperature=0.7, min_p=0.05)
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class Settings:
     """Maximum number of texts generated in parallel. Larger batches are faster overall and need more memory."""
     device: str = "auto"
     """auto (CUDA if available, else MPS, else CPU), or a torch device such as cuda:1."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
+    dtype: Dtype = "auto"
     """Dtype of weights and activations. auto: bfloat16 on CUDA (float16 where that is faster); bfloat16 for a bfloat16
     checkpoint on a CPU with bfloat16 instructions; else float32. int8, on a CPU: bfloat16, but new tokens are computed
     with 8-bit matrices, which is faster for few texts at once and takes 3 bytes per parameter."""
@@ -118,15 +123,6 @@ class Settings:
         return default if self.max_new_tokens is None else self.max_new_tokens
 
 
-def apply_recommended(settings: Settings, directory: Path) -> tuple[Settings, str]:
-    """The flags again, with the model's recommended sampling as the default if it has one; and where that is from."""
-    recommended = recommended_sampling(directory, settings.adapter, settings.chat)
-    if recommended is None:
-        return settings, "the defaults"
-    settings = parse_flags(Settings, prog="generate.py", default=Settings(sampling=recommended))
-    return settings, "the model's generation_config.json"
-
-
 def recommended_sampling(directory: Path, adapter: str | None = None, chat: bool = True) -> Sampling | None:
     """The sampling that generation_config.json recommends, as transformers reads it, or None.
 
@@ -144,8 +140,6 @@ def recommended_sampling(directory: Path, adapter: str | None = None, chat: bool
         values = {"temperature": 0, "repetition_penalty": values.get("repetition_penalty", 1)}
     else:
         values = {"temperature": 1.0, "top_k": 50} | values
-        if values["top_k"] == -1:  # off, in vLLM's files
-            values["top_k"] = 0
     try:
         sampling = Sampling(**values)
     except UserError as error:
@@ -153,8 +147,8 @@ def recommended_sampling(directory: Path, adapter: str | None = None, chat: bool
     return sampling if chat or sampling.temperature > 0 else None
 
 
-def read_prompts(settings: Settings) -> list[str]:
-    """The prompts of the command line, else those on standard input; none for a conversation in a terminal."""
+def read_prompts(settings: Settings) -> list[str] | None:
+    """The prompts of the command line, else those on standard input; None for a conversation in a terminal."""
     prompts = [*settings.text, *settings.prompt]
     if prompts and settings.jsonl and os.path.isfile(prompts[0]):  # a path of any length
         raise UserError(f"--jsonl reads standard input: python generate.py RUN --jsonl < {prompts[0]}")
@@ -167,8 +161,10 @@ def read_prompts(settings: Settings) -> list[str]:
         with reading("standard input", "convert it to UTF-8"):
             text = sys.stdin.buffer.read().decode("utf-8")
         return [text.removesuffix("\n").removesuffix("\r")]  # the one line break that `echo` and editors append
+    if settings.chat and settings.samples > 1:
+        raise UserError("a conversation has one answer to each message; give --samples with messages after the run.")
     if settings.chat:
-        return []
+        return None
     log("no prompt: the model starts a text of its own; give one after the run, or talk with a chat model with --chat")
     return [""]
 

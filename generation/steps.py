@@ -4,9 +4,7 @@ A step has a key/value cache and is called with tokens (B, 1) and padding. On a 
 kernels for a GPU `GpuDecodeStep`; for other models and larger batches the decoder itself computes the logits.
 """
 
-import contextlib
 import weakref
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -32,36 +30,36 @@ MIN_POSITIONS = 256  # room of a cache that is kept
 def decode_step_kind(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, batch_size: int
 ) -> Literal["cpu", "gpu"] | None:
-    """The kind of step that computes a model's logits faster than the decoder does; a note if only Numba is missing."""
+    """The kind of step that computes a model's logits faster than the decoder does, or None."""
     if config.norm_placement != "pre" or config.norm not in ("rms", "layer") or config.mlp != "swiglu":
         return None
-    chosen = kernels.implementation(device)
-    if chosen is kernels.gpu and not config.attention_output_bias:
-        return "gpu" if batch_size <= MAX_GPU_SEQUENCES else None
-    if chosen is not kernels.cpu or batch_size > MAX_CPU_SEQUENCES or dtype not in (torch.float32, torch.bfloat16):
+    implementation = kernels.implementation(device)
+    if implementation is kernels.gpu:
+        fits = batch_size <= MAX_GPU_SEQUENCES and not config.attention_output_bias
+        return "gpu" if fits else None
+    if implementation is kernels.cpu and batch_size <= MAX_CPU_SEQUENCES and dtype in (torch.float32, torch.bfloat16):
+        try:
+            import numba  # noqa: F401 - in generation.cpu_step
+
+            return "cpu"
+        except ImportError as error:  # new versions of Python wait for it
+            note(f"decoding on the CPU is slower here ({error}); pip install numba")
+    return None
+
+
+def decode_step(decoder: Decoder, batch_size: int, positions: int) -> "CpuDecodeStep | GpuDecodeStep | None":
+    """The fastest step, with an empty cache for `positions`, or None where the decoder itself is faster.
+
+    On a GPU the next call may return the same step, so use one at a time.
+    """
+    kind = decode_step_kind(decoder.config, decoder.embed_tokens.weight.device, decoder.compute_dtype, batch_size)
+    if kind is None or decoder.lora is not None:  # an adapter that still trains is not in the weights that a step reads
         return None
-    try:
-        import numba  # noqa: F401
-    except ImportError as error:  # new versions of Python wait for it
-        note(f"decoding on the CPU is slower here ({error}); pip install numba")
-        return None
-    return "cpu"
+    if kind == "gpu":
+        return gpu_step(decoder, batch_size, positions)
+    from generation.cpu_step import CpuDecodeStep  # imports Numba, which a GPU does not need
 
-
-@contextlib.contextmanager
-def decode_step(decoder: Decoder, batch_size: int, positions: int) -> Iterator["CpuDecodeStep | GpuDecodeStep | None"]:
-    """Yield the fastest step, with an empty cache for `positions`, or None where the decoder itself is faster."""
-    device, dtype = decoder.embed_tokens.weight.device, decoder.compute_dtype
-    kind = decode_step_kind(decoder.config, device, dtype, batch_size)
-    if kind is None or decoder.lora is not None:  # in training; elsewhere an adapter is part of the weights
-        yield None
-    elif kind == "gpu":
-        with last_gpu_step(decoder, batch_size, positions) as step:
-            yield step
-    else:
-        from generation.cpu_step import CpuDecodeStep  # imports Numba, which a GPU does not need
-
-        yield CpuDecodeStep(decoder, KeyValueCache(decoder.config, batch_size, positions))
+    return CpuDecodeStep(decoder, KeyValueCache(decoder.config, batch_size, positions))
 
 
 def quantize_matrices(decoder: Decoder) -> None:
@@ -74,11 +72,12 @@ def quantize_matrices(decoder: Decoder) -> None:
     sizes = []
     for linear in linears:
         sizes += [(linear.weight.shape, torch.int8), (linear.weight.shape[:1], torch.float32)]
-    memory = iter(allocate(sizes, linears[0].weight.device))
-    for linear in linears:
+    memory = allocate(sizes, linears[0].weight.device)
+    for linear, values, scales in zip(linears, memory[::2], memory[1::2], strict=True):
         weight = linear.weight.detach().float()
-        scales = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        linear.int8 = next(memory).copy_((weight / scales[:, None]).round()), next(memory).copy_(scales)
+        scales.copy_(weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127)
+        values.copy_((weight / scales[:, None]).round())
+        linear.int8 = values, scales
 
 
 class GpuDecodeStep:
@@ -98,8 +97,11 @@ class GpuDecodeStep:
         self.position = torch.zeros(1, dtype=torch.int64, device=device)  # place of the new tokens in the cache
         self.qkv = torch.empty(batch, (heads + 2 * config.num_key_value_heads) * head_dim, device=device)
         splits = batch, heads, kernels.decode.splits_for(cache.max_length)
-        # Attention over each split of the cache: the weighted sum of v, the maximum score, and the sum of exp.
-        self.partials = tuple(torch.empty(shape, device=device) for shape in ((*splits, head_dim), splits, splits))
+        self.partials = (  # attention over each split of the cache
+            torch.empty(*splits, head_dim, device=device),  # weighted sum of v
+            torch.empty(splits, device=device),  # maximum score
+            torch.empty(splits, device=device),  # sum of exp
+        )
         self.attended = torch.empty(batch, heads, head_dim, device=device, dtype=dtype)
         self.hidden = torch.empty(batch, config.intermediate_size, device=device, dtype=dtype)
         decoder.rope.grow(cache.max_length)
@@ -146,13 +148,15 @@ class GpuDecodeStep:
         s = F.embedding(self.tokens, decoder.embed_tokens.weight).to(decoder.compute_dtype)  # (B, D), the stream
         for index, layer in enumerate(decoder.layers):
             block, mlp = layer.self_attn, layer.mlp
-            norms = layer.input_layernorm, layer.post_attention_layernorm
-            qkv_norm, mlp_norm = ((norm.kind, norm.weight, norm.bias, norm.eps) for norm in norms)
+            before, after = layer.input_layernorm, layer.post_attention_layernorm
+            qkv_norm = before.kind, before.weight, before.bias, before.eps
+            mlp_norm = after.kind, after.weight, after.bias, after.eps
             head_norms = (None, None) if block.q_norm is None else (block.q_norm.weight, block.k_norm.weight)
-            caches = cache.keys[index], cache.values[index]
-            where = self.rope, self.position, self.padding
             decode.qkv(s, qkv_norm, block.qkv_proj.weight, block.qkv_proj.bias, self.qkv)
-            decode.attention(self.qkv, head_norms, block.eps, *where, *caches, self.partials, self.attended)
+            decode.attention(
+                self.qkv, head_norms, block.eps, self.rope, self.position, self.padding,
+                cache.keys[index], cache.values[index], self.partials, self.attended,
+            )  # fmt: skip
             decode.project(self.attended.flatten(1), block.o_proj.weight, s)
             decode.gate_up(s, mlp_norm, mlp.gate_up_proj.weight, self.hidden)
             decode.project(self.hidden, mlp.down_proj.weight, s)
@@ -161,13 +165,12 @@ class GpuDecodeStep:
         return decoder.head(x).float()
 
 
-# The last GPU step, kept because capturing a graph takes as long as many decoding steps: at most one entry, none while
-# it is in use. The key is weak, so that it is freed with its decoder.
+# The last GPU step and what it is valid for, as capturing a graph takes as long as many decoding steps. At most one
+# entry; the key is weak, so that the step is freed with its decoder.
 _last_step: weakref.WeakKeyDictionary[Decoder, tuple[tuple, GpuDecodeStep]] = weakref.WeakKeyDictionary()
 
 
-@contextlib.contextmanager
-def last_gpu_step(decoder: Decoder, batch_size: int, positions: int) -> Iterator[GpuDecodeStep]:
+def gpu_step(decoder: Decoder, batch_size: int, positions: int) -> GpuDecodeStep:
     """The last step with its graph and its cache, emptied, if it fits; else a new one."""
     config, device, dtype = decoder.config, decoder.embed_tokens.weight.device, decoder.compute_dtype
     # Prompts of different lengths share a cache: its room is a power of two, but at most the context.
@@ -176,14 +179,10 @@ def last_gpu_step(decoder: Decoder, batch_size: int, positions: int) -> Iterator
     # A graph reads the memory that held the weights when it was captured: if they are now elsewhere, it is useless.
     weights = [*decoder.parameters(), *decoder.buffers()]
     valid_for = batch_size, room, dtype, *((w.data_ptr(), w.dtype, w.device) for w in weights)
-    was_valid_for, step = _last_step.pop(decoder, (None, None))  # taken out, so that a nested call makes its own
-    if was_valid_for != valid_for:
-        step = None  # frees memory before more is allocated
-        _last_step.clear()
-        step = GpuDecodeStep(decoder, KeyValueCache(config, batch_size, room, device=device, dtype=dtype))
+    if decoder not in _last_step or _last_step[decoder][0] != valid_for:
+        _last_step.clear()  # frees memory before more is allocated
+        cache = KeyValueCache(config, batch_size, room, device=device, dtype=dtype)
+        _last_step[decoder] = valid_for, GpuDecodeStep(decoder, cache)
+    _, step = _last_step[decoder]
     step.cache.length = 0
-    try:
-        yield step
-    finally:
-        _last_step.clear()
-        _last_step[decoder] = valid_for, step
+    return step

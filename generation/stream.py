@@ -1,12 +1,14 @@
-"""Token ids in one at a time, printable text out: never part of a character, and nothing from a stop string on.
+"""Turns token ids, one at a time, into text. It returns only complete characters, and no text from a stop string on.
 
 The texts joined equal `tokenizer.decode` of all ids, for tokenizers like LLaMA's and Qwen's: there, a character's bytes
 may be spread over several tokens, and spaces at the very start of the text may be dropped.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Generator, Sequence
 
 from data.tokenizer import Tokenizer
+from generation.generate import FinishReason, NewToken
 
 REPLACEMENT = "\ufffd"  # what decoders return for bytes that are not, or not yet, a character
 
@@ -23,8 +25,7 @@ class TextStream:
         self._returned = 0  # characters of decode(context + pending) that have been returned
         self._stop = stop
         self._held = ""  # what may be the beginning of a stop string
-        self.stopped = False  # whether a stop string was found
-        self.finished = False
+        self.end: FinishReason | None = None  # why it has ended
         self.text = self._completed(prompt)  # all so far; that of the prompt is not searched for stop strings
 
     def push(self, token: int) -> str:
@@ -36,7 +37,8 @@ class TextStream:
     def finish(self) -> str:
         """The text held back so far: what is no stop string, and the bytes of an incomplete character as U+FFFD."""
         new = self._before_stop(self._decode(self._context + self._pending)[self._returned :]) + self._held
-        self.text, self._held, self.finished = self.text + new, "", True
+        self.text += new
+        self._held = ""
         return new
 
     def _completed(self, ids: Sequence[int]) -> str:
@@ -54,16 +56,34 @@ class TextStream:
 
     def _before_stop(self, text: str) -> str:
         """Pass text on up to the first stop string; hold back an end that may be the beginning of one."""
-        if self.stopped:
+        if self.end == "stop":
             return ""
         text = self._held + text
-        # The stop string that is complete first wins, the longest if there are several: the same however text is split.
+        # The first stop string to be complete ends the text; of several that end together, the longest. So the result
+        # does not depend on how the text is split into tokens.
         starts = {stop: text.find(stop) for stop in self._stop}
         matches = [(start + len(stop), start) for stop, start in starts.items() if start >= 0]
         if matches:
-            self.stopped, self._held = True, ""
+            self.end = "stop"
+            self._held = ""
             return text[: min(matches)[1]]
         begins = (start for start in range(len(text)) if any(stop.startswith(text[start:]) for stop in self._stop))
         end = next(begins, len(text))
         self._held = text[end:]
         return text[:end]
+
+
+def stream_texts(tokens: Generator[NewToken], streams: Sequence[TextStream]) -> Generator[NewToken]:
+    """The tokens of `generate` with the texts of their sequences' streams; a stop string ends a sequence, too."""
+    with contextlib.closing(tokens):
+        for token in tokens:
+            stream = streams[token.sequence]
+            if stream.end is not None:
+                continue
+            text = "" if token.end == "eos" else stream.push(token.id)
+            stream.end = stream.end or token.end
+            if stream.end is not None:
+                text += stream.finish()
+            yield token._replace(text=text, end=stream.end)
+            if all(stream.end is not None for stream in streams):
+                return

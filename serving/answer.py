@@ -1,8 +1,9 @@
 """A request in OpenAI's format, and its answer by a loaded model, token by token in the worker's thread."""
 
 import contextlib
+import functools
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -17,7 +18,7 @@ from files import read_json, read_toml
 from generation.generate import PrefixCache, check_prompts, generate
 from generation.load import load_decoder, open_model
 from generation.settings import Sampling, recommended_sampling
-from generation.stream import TextStream
+from generation.stream import TextStream, stream_texts
 from model.cache import KeyValueCache
 from model.config import ModelConfig
 from model.count import num_parameters
@@ -26,7 +27,8 @@ from model.inspect import inspect, surgery
 
 MAX_CHOICES = 128  # choices of one request
 SCORED_AT_ONCE = 256  # tokens of a prompt: the logits of a long one would take gigabytes
-Likeliest = Annotated[int, Meta(ge=0, le=20)]
+TopLogprobs = Annotated[int, Meta(ge=0, le=20)]
+FINISH_REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length", "context": "length"}  # OpenAI's
 
 
 class Request(msgspec.Struct, kw_only=True):
@@ -38,8 +40,8 @@ class Request(msgspec.Struct, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=16)] = 1
     stop: str | Annotated[list[str], Meta(max_length=64)] = []
     seed: int = msgspec.field(default_factory=lambda: secrets.randbelow(1 << 31))
-    logprobs: bool | Likeliest = False
-    top_logprobs: Likeliest = 0
+    logprobs: bool | TopLogprobs = False
+    top_logprobs: TopLogprobs = 0
     stream: bool = False
     stream_options: dict = {}
     response_format: dict = {}
@@ -54,7 +56,7 @@ class Request(msgspec.Struct, kw_only=True):
         return [text for text in stop if text]
 
     @property
-    def likeliest(self) -> int | None:
+    def wanted_top_logprobs(self) -> int | None:
         """How many likeliest tokens are sent with each token and its logprob; None if no logprobs are wanted."""
         return None if self.logprobs is False else self.top_logprobs
 
@@ -84,7 +86,7 @@ class CompletionRequest(Request, kw_only=True):
         return [self.prompt] if is_one else self.prompt
 
     @property
-    def likeliest(self) -> int | None:
+    def wanted_top_logprobs(self) -> int | None:
         return None if self.logprobs is False else int(self.logprobs)
 
 
@@ -98,26 +100,13 @@ class InspectRequest(msgspec.Struct, kw_only=True):
 
 
 class Piece(NamedTuple):
-    """A part of one choice: the text that a new token completed, and that token."""
+    """A part of one choice: a new token, or one of the prompt, and the text that it completed."""
 
     choice: int
     text: str
-    tokens: Sequence[dict] = ()  # with logprobs, if the request asks for them
+    token: dict | None = None  # with logprobs, if the request asks for them
     end: str | None = None  # why the choice ends here
     begins: bool = False  # whether it is the first piece of its choice
-
-
-def without_first_space(emit: Callable[[Piece], object]) -> Callable[[Piece], None]:
-    """Emit texts behind a prompt that ends with a space: it is a part of the first token, and not of the text."""
-    begun = set()
-
-    def emit_text(piece: Piece) -> None:
-        text = piece.text if piece.choice in begun else piece.text.removeprefix(" ")
-        if piece.text:
-            begun.add(piece.choice)
-        emit(piece._replace(text=text))
-
-    return emit_text
 
 
 def to_choices(request: Request, pieces: Sequence[Piece]) -> list[dict]:
@@ -126,7 +115,7 @@ def to_choices(request: Request, pieces: Sequence[Piece]) -> list[dict]:
     for index in sorted({piece.choice for piece in pieces}):
         own_pieces = [piece for piece in pieces if piece.choice == index]
         text = "".join(piece.text for piece in own_pieces)
-        tokens = [token for piece in own_pieces for token in piece.tokens]
+        tokens = [piece.token for piece in own_pieces if piece.token is not None]
         logprobs = {"content": tokens} if tokens else None
         choice = {"index": index, "finish_reason": own_pieces[-1].end, "logprobs": logprobs}
         if isinstance(request, ChatRequest):
@@ -137,18 +126,11 @@ def to_choices(request: Request, pieces: Sequence[Piece]) -> list[dict]:
             if tokens:
                 choice["logprobs"]["tokens"] = [token["token"] for token in tokens]
                 choice["logprobs"]["token_logprobs"] = [token["logprob"] for token in tokens]
-                choice["logprobs"]["top_logprobs"] = [by_text(token["top_logprobs"]) for token in tokens]
+                # Of tokens with the same text, such as parts of characters, the likeliest remains.
+                likeliest = [reversed(token["top_logprobs"]) for token in tokens]
+                choice["logprobs"]["top_logprobs"] = [{t["token"]: t["logprob"] for t in top} for top in likeliest]
         choices.append(choice)
     return choices
-
-
-def by_text(tokens: list[dict]) -> dict[str, float]:
-    """Logprobs by a token's text, or by its id where a likelier one has the same text."""
-    logprobs = {}
-    for token in tokens:
-        key = f"token_id:{token['id']}" if token["token"] in logprobs else token["token"]
-        logprobs[key] = token["logprob"]
-    return logprobs
 
 
 def model_card(name: str, directory: Path, config: ModelConfig, tokenizer: Tokenizer, sampling: Sampling) -> dict:
@@ -180,62 +162,61 @@ class ServedModel:
         self.vocab_size = min(self.tokenizer.vocab_size, checkpoint.config.vocab_size)
         self.card = model_card(name, directory, checkpoint.config, self.tokenizer, self.chat_sampling)
 
-    @explain_out_of_memory("out of memory; send a shorter prompt, or ask for fewer samples.")
     @torch.inference_mode()
-    def answer(self, request: Request, emit: Callable[[Piece], object]) -> dict:
-        """Emit the pieces of the answer, and return the usage. What is wrong with a prompt is raised before them."""
-        if isinstance(request, ChatRequest):
-            read, written = self.chat(request, emit)
-        else:
-            read, written = self.complete(request, emit)
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+    def answer(self, request: Request) -> Generator[Piece | dict]:
+        """The pieces of the answer, and at its end the usage. What is wrong with a prompt is raised before them."""
+        with explain_out_of_memory("out of memory; send a shorter prompt, or ask for fewer samples."):
+            pieces = self.chat(request) if isinstance(request, ChatRequest) else self.complete(request)
+            read, written = yield from pieces
+            yield {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
-    @explain_out_of_memory("out of memory; send a shorter text.")
-    def inspect(self, request: InspectRequest) -> dict:
-        """The fields of `Inspection` as lists with five decimals, and tokens as texts; or the losses of a surgery."""
+    def inspect(self, request: InspectRequest) -> Generator[bytes]:
+        """One JSON: the fields of `Inspection` with five decimals and tokens as texts, or the losses of a surgery."""
         ids = [self.tokenizer.document_start, *self.tokenizer.encode(request.text)]
-        if request.change is not None:
-            differences = surgery(self.decoder, ids, request.change, request.norm)
-            return {"differences": differences.double().round(decimals=5).tolist()}
-        inspection = inspect(self.decoder, ids)
-        text_by_id = {i: self.describe(i, None, 0)["token"] for i in {*ids, *inspection.top_ids.flatten().tolist()}}
-        tensors = {name: value for name, value in vars(inspection).items() if torch.is_tensor(value)}
-        fields = vars(inspection) | {name: value.double().round(decimals=5).tolist() for name, value in tensors.items()}
-        fields["top_texts"] = [[[text_by_id[i] for i in top] for top in tops] for tops in fields.pop("top_ids")]
-        return fields | {"tokens": [text_by_id[i] for i in ids]}
+        with explain_out_of_memory("out of memory; send a shorter text."):
+            if request.change is not None:
+                fields = {"differences": surgery(self.decoder, ids, request.change, request.norm)}
+            else:
+                fields = dict(vars(inspect(self.decoder, ids)))
+                top_ids = fields.pop("top_ids").tolist()
+                text_of = functools.cache(lambda i: self.describe(i, None, 0)["token"])
+                fields["tokens"] = [*map(text_of, ids)]
+                fields["top_texts"] = [[[*map(text_of, likeliest)] for likeliest in tokens] for tokens in top_ids]
+            yield msgspec.json.encode(fields, enc_hook=lambda tensor: tensor.double().round(decimals=5).tolist())
 
-    def chat(self, request: ChatRequest, emit: Callable[[Piece], object]) -> tuple[int, int]:
+    def chat(self, request: ChatRequest) -> Generator[Piece, None, tuple[int, int]]:
         """Answer a conversation; returns the numbers of tokens of the prompt and of the answers."""
         chat = ChatFormat(self.tokenizer)
         ids = [*chat.encode(request.messages), *request.begin_ids]
         self.check([ids])
         streams = {i: TextStream(self.tokenizer, request.stop_strings, request.begin_ids) for i in range(request.n)}
         for choice in streams:
-            emit(Piece(choice, "", begins=True))
-        return len(ids), self.sample(request, emit, streams, ids, self.eos_ids | chat.ends)
+            yield Piece(choice, "", begins=True)
+        written = yield from self.sample(request, streams, ids, self.eos_ids | chat.ends)
+        return len(ids), written
 
-    def complete(self, request: CompletionRequest, emit: Callable[[Piece], object]) -> tuple[int, int]:
+    def complete(self, request: CompletionRequest) -> Generator[Piece, None, tuple[int, int]]:
         """Continue each prompt, or only score it; returns the numbers of tokens of the prompts and of the texts."""
         encoded = [self.encode(prompt, request) for prompt in request.prompts]
         written = 0
         self.check(encoded, new_tokens=request.max_tokens)
         for index, (prompt, ids) in enumerate(zip(request.prompts, encoded, strict=True)):
-            # Without the last cache, one pass over the prompt gives generate.py's text; after `score`, its cache does.
+            # generate.py reads a prompt in one pass. A cache of an earlier request would split that pass and change the
+            # last bits, so it is dropped; the cache that `score` fills is kept.
             self.prefix = PrefixCache()
-            streams = {}
-            for choice in range(index * request.n, (index + 1) * request.n):
-                streams[choice] = TextStream(self.tokenizer, request.stop_strings, ids)
-                emit(Piece(choice, streams[choice].text if request.echo else "", begins=True))
-            if request.echo and request.likeliest is not None:
-                self.score(request, emit, streams, ids)
+            choices = range(index * request.n, (index + 1) * request.n)
+            streams = {choice: TextStream(self.tokenizer, request.stop_strings, ids) for choice in choices}
+            for choice, stream in streams.items():
+                yield Piece(choice, stream.text if request.echo else "", begins=True)
+            if request.echo and request.wanted_top_logprobs is not None:
+                yield from self.score(request, choices, ids)
             if request.max_tokens:
                 is_text = isinstance(prompt, str) and not request.begin_ids
                 first_tokens = tokens_after(self.tokenizer, prompt) if is_text else None
-                emit_text = without_first_space(emit) if first_tokens and not request.echo else emit
-                written += self.sample(request, emit_text, streams, ids, self.eos_ids, first_tokens)
+                written += yield from self.sample(request, streams, ids, self.eos_ids, first_tokens)
             else:
                 for choice, stream in streams.items():
-                    emit(Piece(choice, stream.finish(), end="length"))
+                    yield Piece(choice, stream.finish(), end="length")
         return sum(map(len, encoded)), written
 
     def encode(self, prompt: str | list[int], request: CompletionRequest) -> list[int]:
@@ -253,24 +234,24 @@ class ServedModel:
         if new_tokens:
             check_prompts(prompts, self.decoder.config.max_position_embeddings)
 
-    def score(self, request: Request, emit: Callable[[Piece], object], choices: Iterable[int], ids: list[int]) -> None:
-        """Emit the tokens of a prompt with their logprobs, which the first one does not have.
+    def score(self, request: Request, choices: Sequence[int], ids: list[int]) -> Iterator[Piece]:
+        """The tokens of a prompt with their logprobs, which the first one does not have.
 
         More tokens than the context are read in windows, of which each begins with the second half of the one before.
         """
         context = self.decoder.config.max_position_embeddings
-        repeated = context - context // 2
+        repeated = context - context // 2  # tokens of a window that the one before had
         for begin in range(0, max(len(ids) - repeated, 1), context // 2):
             window = ids[begin : begin + context]
             cache = KeyValueCache(
                 self.decoder.config, 1, len(window), device=self.device, dtype=self.decoder.compute_dtype
             )
-            self.prefix = PrefixCache(window, cache)
             for place, (token, logprobs) in enumerate(self.predict(window, cache)):
                 if begin == 0 or place >= repeated:
-                    described = [self.describe(token, logprobs, request.likeliest)]
+                    described = self.describe(token, logprobs, request.wanted_top_logprobs)
                     for choice in choices:
-                        emit(Piece(choice, "", described))
+                        yield Piece(choice, "", described)
+            self.prefix = PrefixCache(window, cache)
 
     def predict(self, ids: list[int], cache: KeyValueCache) -> Iterator[tuple[int, torch.Tensor | None]]:
         """Yield each id with the log-probabilities (V,) at its position, None for the first; fills the empty cache."""
@@ -283,36 +264,35 @@ class ServedModel:
                 logprobs = following
 
     def sample(
-        self, request: Request, emit: Callable, streams: dict[int, TextStream], ids: list[int], eos_ids: frozenset[int],
+        self, request: Request, streams: dict[int, TextStream], ids: list[int], eos_ids: frozenset[int],
         first_tokens: Sequence[int] | None = None,
-    ) -> int:  # fmt: skip
-        """Emit a sample for each choice of `streams`; returns the number of new tokens."""
-        choices = list(streams)
-        logprobs = None
-
-        def on_logits(logits: torch.Tensor) -> None:
-            nonlocal logprobs
-            if request.likeliest is not None:
-                logprobs = logits.log_softmax(-1)
-
-        def on_token(i: int, token: int) -> bool:
-            described = [] if logprobs is None else [self.describe(token, logprobs[i], request.likeliest)]
-            emit(Piece(choices[i], streams[choices[i]].push(token), described))
-            return streams[choices[i]].stopped
-
-        def on_finish(i: int, reason: str) -> None:
-            end = "stop" if reason in ("eos", "stop") else "length"
-            emit(Piece(choices[i], streams[choices[i]].finish(), end=end))
-
+    ) -> Generator[Piece, None, int]:  # fmt: skip
+        """A sample for each choice, with its stream; returns the number of new tokens."""
+        choices = [*streams]
+        prompt_length = len(streams[choices[0]].text)
+        # The space at the end of such a prompt is a part of the first token, and not of the text.
+        drop_first_space = bool(first_tokens) and not request.echo
+        written = 0
         if request.n > 1:
             self.prefix = PrefixCache()
-        generation = generate(
+        tokens = generate(
             self.decoder, [ids] * request.n, max_new_tokens=request.max_tokens, sampling=request.sampling,
             seed=request.seed, sample_numbers=range(request.n), first_tokens=[first_tokens] * request.n,
-            eos_ids=eos_ids, vocab_size=self.vocab_size, on_token=on_token, on_finish=on_finish, on_logits=on_logits,
-            prefix=self.prefix if request.n == 1 else None,
+            eos_ids=eos_ids, vocab_size=self.vocab_size, prefix=self.prefix if request.n == 1 else None,
         )  # fmt: skip
-        return sum(map(len, generation.tokens))
+        for token in stream_texts(tokens, [*streams.values()]):
+            choice = choices[token.sequence]
+            text = token.text
+            if drop_first_space and len(streams[choice].text) == prompt_length + len(text):  # its first text
+                text = text.removeprefix(" ")
+            described = None
+            if token.end != "eos":
+                written += 1
+                if request.wanted_top_logprobs is not None:
+                    logprobs = token.logits[token.sequence].log_softmax(-1)
+                    described = self.describe(token.id, logprobs, request.wanted_top_logprobs)
+            yield Piece(choice, text, described, FINISH_REASONS[token.end])
+        return written
 
     def describe(self, token: int, logprobs: torch.Tensor | None, top: int) -> dict:
         """A token in OpenAI's format, and its id; `top_logprobs` has the most likely ones in its place."""

@@ -1,17 +1,19 @@
 """The web application: the event loop reads requests and sends answers, a thread of its own computes them in order."""
 
 import asyncio
+import contextlib
 import json
 import secrets
 import time
 import traceback
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import uvicorn
-from starlette import applications, exceptions, requests, responses, routing
+from starlette import applications, exceptions, middleware, requests, responses, routing
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from errors import UserError, reading
 from generation.generate import PromptTooLong
@@ -31,18 +33,18 @@ class Server(uvicorn.Server):
             routing.Route("/", lambda http: responses.FileResponse(Path(__file__).with_name("page.html"))),
             routing.Route("/health", responses.JSONResponse({"status": "ok"}), methods=["GET"]),
             routing.Route("/v1/models", responses.JSONResponse(cards), methods=["GET"]),
-            routing.Route("/v1/models/{id:path}", self.card),
+            routing.Route(
+                "/v1/models/{id:path}", lambda http: responses.JSONResponse(self.find(**http.path_params).card)
+            ),
             routing.Route("/v1/completions", self.create, methods=["POST"]),
             routing.Route("/v1/chat/completions", self.create, methods=["POST"]),
             routing.Route("/inspect", self.inspect, methods=["POST"]),
         ]
         # Against DNS rebinding: a page of another site can send requests here, but with that site's name as Host.
-        names = ["localhost", "{a:int}.{b:int}.{c:int}.{d:int}", "{name}" if host == "0.0.0.0" else host]
-        self.paths = ", ".join(route.path.replace("{id:path}", "MODEL") for route in routes)
-        hosts = [routing.Host(name, routing.Router(routes, default=self.refuse_path)) for name in names]
+        allowed_hosts = ["*"] if host == "0.0.0.0" else ["localhost", "127.0.0.1", host]
+        host_check = middleware.Middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts)
         handlers = {exceptions.HTTPException: refuse, Exception: refuse}
-        app = applications.Starlette(routes=hosts, exception_handlers=handlers)
-        app.router.default = refuse_host
+        app = applications.Starlette(routes=routes, middleware=[host_check], exception_handlers=handlers)
         super().__init__(uvicorn.Config(app, lifespan="off", log_level="critical", timeout_graceful_shutdown=0.5))
 
     def find(self, id: str) -> ServedModel:
@@ -50,86 +52,78 @@ class Server(uvicorn.Server):
             raise exceptions.HTTPException(404, f"there is no model {id!r}, only {', '.join(self.models)}")
         return self.models[id]
 
-    def card(self, http: requests.Request) -> responses.Response:
-        return responses.JSONResponse(self.find(http.path_params["id"]).card)
-
-    async def refuse_path(self, scope: dict, *_) -> None:
-        raise exceptions.HTTPException(404, f"there is no path {scope['path']}, only {self.paths}")
-
     def read(self, content: bytes, kind: type[Request | InspectRequest]) -> Request | InspectRequest:
-        """The request of a body, in which null means nothing. Its sampling has the defaults of the model."""
+        """The request of a body. A field that is null counts as absent; the model gives the defaults of sampling."""
+        first_name, first_model = next(iter(self.models.items()))
         with reading("the request", "see docs/serve.md"):
             values = msgspec.json.decode(content, type=dict).items()
-            fields = {"model": next(iter(self.models))} | {name: value for name, value in values if value is not None}
+            fields = {"model": first_name} | {name: value for name, value in values if value is not None}
             if "max_completion_tokens" in fields:
                 fields["max_tokens"] = fields["max_completion_tokens"]
-            if fields.get("top_k") == -1:  # as vLLM writes "all"
-                fields["top_k"] = 0
-            default = Sampling()
-            model = self.models.get(str(fields["model"]))
-            if model is not None:
-                default = model.chat_sampling if kind is ChatRequest else model.text_sampling
+            model = self.models.get(str(fields["model"]), first_model)  # an unknown one is refused by `find`
+            default = model.chat_sampling if kind is ChatRequest else model.text_sampling
             return msgspec.convert(fields | {"sampling": msgspec.convert(vars(default) | fields, Sampling)}, kind)
 
     async def create(self, http: requests.Request) -> responses.Response:
         is_chat = http.url.path == "/v1/chat/completions"
-        id = f"cmpl-{secrets.token_hex(12)}"
         request = self.read(await read_body(http), ChatRequest if is_chat else CompletionRequest)
-        future, pieces = self.submit(http, request)
-        about = {"id": id, "object": "text_completion"}
+        pieces = self.compute(http, self.find(request.model).answer(request))
+        head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion"}
         if is_chat:
-            about = {"id": f"chat{id}", "object": "chat.completion.chunk" if request.stream else "chat.completion"}
-        about |= {"model": request.model, "created": int(time.time())}
+            kind = "chat.completion.chunk" if request.stream else "chat.completion"
+            head = {"id": f"chat{head['id']}", "object": kind}
+        head |= {"model": request.model, "created": int(time.time())}
 
-        def response(pieces: list[Piece], usage: dict | None = None) -> str:
-            fields = about | {"choices": to_choices(request, pieces)}
-            return json.dumps(fields if usage is None else fields | {"usage": usage}, ensure_ascii=False)
+        def response(pieces: list[Piece], **usage: dict) -> str:
+            return json.dumps(head | {"choices": to_choices(request, pieces)} | usage, ensure_ascii=False)
 
-        async def chunks(piece: Piece | None) -> AsyncIterator[str]:
-            while piece is not None:
-                yield f"data: {response([piece])}\n\n"
-                piece = await pieces.get()
-            if future.exception():
-                yield f"data: {refuse(http, future.exception()).body.decode()}\n\n"
-            elif request.stream_options.get("include_usage"):
-                yield f"data: {response([], future.result())}\n\n"
+        async def chunks(piece: Piece) -> AsyncIterator[str]:
+            yield f"data: {response([piece])}\n\n"
+            try:
+                async for piece in pieces:
+                    if isinstance(piece, Piece):
+                        yield f"data: {response([piece])}\n\n"
+                    elif request.stream_options.get("include_usage"):
+                        yield f"data: {response([], usage=piece)}\n\n"
+            except Exception as error:
+                yield f"data: {refuse(http, error).body.decode()}\n\n"
             yield "data: [DONE]\n\n"
 
-        emitted = [await pieces.get()]
-        if request.stream and emitted[0] is not None:  # else it has failed
-            return responses.StreamingResponse(chunks(emitted[0]), media_type="text/event-stream")
-        while emitted[-1] is not None:
-            emitted.append(await pieces.get())
-        usage = await future
-        return responses.Response(response(emitted[:-1], usage), media_type="application/json")
+        if request.stream:
+            first_piece = await anext(pieces)  # raises what is wrong with the request
+            return responses.StreamingResponse(chunks(first_piece), media_type="text/event-stream")
+        *answer, usage = [piece async for piece in pieces]
+        return responses.Response(response(answer, usage=usage), media_type="application/json")
 
     async def inspect(self, http: requests.Request) -> responses.Response:
-        future, _ = self.submit(http, self.read(await read_body(http), InspectRequest))
-        return responses.Response(msgspec.json.encode(await future), media_type="application/json")  # NaN as null
-
-    def submit(self, http: requests.Request, request: Request | InspectRequest) -> tuple[asyncio.Future, asyncio.Queue]:
-        """Give a request to the worker: a future of its result, and a queue of its pieces, which None ends."""
+        request = self.read(await read_body(http), InspectRequest)
         model = self.find(request.model)
+        [content] = [content async for content in self.compute(http, model.inspect(request))]
+        return responses.Response(content, media_type="application/json")
+
+    async def compute(self, http: requests.Request, results: Generator) -> AsyncIterator:
+        """What the worker's thread gets by iterating over `results`, until the client leaves."""
         if len(self.pending) > MAX_WAITING:
             raise exceptions.HTTPException(429, f"{MAX_WAITING} requests are waiting; try again later")
         loop = asyncio.get_running_loop()
-        pieces = asyncio.Queue()
-        left = asyncio.ensure_future(http.receive())  # the only message after the body: the client has left
+        computed = asyncio.Queue()
+        client_left = asyncio.ensure_future(http.receive())  # the only message after the body: the client has left
 
-        def emit(piece: Piece) -> None:  # in the worker's thread
-            if left.done() or self.should_exit:
-                raise UserError("the answer was ended")
-            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+        def work() -> None:  # in the worker's thread
+            with contextlib.closing(results):
+                for result in results:
+                    if client_left.done() or self.should_exit:
+                        raise UserError("the answer was ended")
+                    loop.call_soon_threadsafe(computed.put_nowait, result)
 
-        if isinstance(request, InspectRequest):
-            future = loop.run_in_executor(self.worker, model.inspect, request)
-        else:
-            future = loop.run_in_executor(self.worker, model.answer, request, emit)
+        future = loop.run_in_executor(self.worker, work)
         self.pending.add(future)
         future.add_done_callback(self.pending.discard)
-        future.add_done_callback(lambda _: pieces.put_nowait(None))
-        left.add_done_callback(lambda _: future.cancel())  # if it has not begun
-        return future, pieces
+        future.add_done_callback(lambda _: computed.put_nowait(None))
+        client_left.add_done_callback(lambda _: future.cancel())  # if it has not begun
+        while (result := await computed.get()) is not None:
+            yield result
+        await future  # raises what went wrong
 
 
 async def read_body(http: requests.Request) -> bytes:
@@ -140,11 +134,6 @@ async def read_body(http: requests.Request) -> bytes:
     if len(content) > MAX_BODY:
         raise exceptions.HTTPException(413, f"a body may have at most {MAX_BODY:,} bytes")
     return content
-
-
-async def refuse_host(scope: dict, *_) -> None:
-    host = requests.Request(scope).headers.get("host")
-    raise exceptions.HTTPException(403, f"the Host {host!r} is refused: it must be localhost or an IPv4 address")
 
 
 def refuse(http: requests.Request, error: Exception) -> responses.JSONResponse:

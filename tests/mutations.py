@@ -135,8 +135,8 @@ TABLE = r"""
 + first = 0
 ! generation/test_cpu_step.py::test_logits_and_cache_equal_the_decoders
 @ generation/generate.py
-- while count < min(self.cache.length, len(prompt) - 1) and self.tokens[count] == prompt[count]:
-+ while count < min(self.cache.length, len(prompt) - 1):
+- while count < min(len(self.tokens), len(prompt) - 1) and self.tokens[count] == prompt[count]:
++ while count < min(len(self.tokens), len(prompt) - 1):
 ! generation/test_conversation.py::test_answers_are_those_of_a_fresh_cache_but_only_new_tokens_are_computed
 @ generation/conversation.py
 - while len(prompt) > room and len(messages) > 1:

@@ -29,7 +29,7 @@ from checkpoints.weights import find_weight_files
 from data.tokenizer import Tokenizer
 from errors import UserError, reading
 from files import fsync, replace_text
-from generation.settings import SMALL_MODELS
+from generation.settings import SMALL_MODEL_SAMPLING
 from model.decoder import Decoder
 from training.processes import Processes, distribute_like, owned_tensors
 
@@ -77,7 +77,7 @@ def publish_save(last: Path, state: State, tokenizer: Tokenizer, *, is_best: boo
         bos = {} if tokenizer.bos_id is None else {"bos_token_id": tokenizer.bos_id}
         generation = bos | {"eos_token_id": tokenizer.eos_id}
     if generation and not {"do_sample", "temperature"} & generation.keys():
-        write_json(new / "generation_config.json", generation | {"do_sample": True} | vars(SMALL_MODELS))
+        write_json(new / "generation_config.json", generation | {"do_sample": True} | vars(SMALL_MODEL_SAMPLING))
     for kind in ("model", "training_state"):
         shards = [*new.glob(f"{kind}-*.safetensors")]
         names = {key: shard.name for shard in shards for key in safe_open(shard, "pt").keys()}  # noqa: SIM118

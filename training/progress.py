@@ -10,7 +10,7 @@ from checkpoints import pretrained
 from data.tokenizer import encode_prompt, tokens_after
 from errors import counted, printable
 from generation.generate import generate
-from generation.settings import SMALL_MODELS
+from generation.settings import SMALL_MODEL_SAMPLING
 from training import checkpoint, plot
 from training.evaluate import Evaluation
 from training.session import Session
@@ -53,7 +53,7 @@ def samples(session: Session, prompts: list[str]) -> str:
     chat, tokenizer = session.corpus.chat, session.corpus.tokenizer
     context = session.model.config.max_position_embeddings
     new = min(SAMPLE_TOKENS, context - 1)
-    options = dict(max_new_tokens=new, vocab_size=tokenizer.vocab_size, sampling=SMALL_MODELS)
+    options = dict(max_new_tokens=new, vocab_size=tokenizer.vocab_size, sampling=SMALL_MODEL_SAMPLING)
     options["eos_ids"] = {tokenizer.eos_id, *(chat.ends if chat else ())}
     texts = []
     session.model.eval()
@@ -61,7 +61,8 @@ def samples(session: Session, prompts: list[str]) -> str:
         ids = chat.encode([{"role": "user", "content": prompt}]) if chat else encode_prompt(tokenizer, prompt)
         first_tokens = None if chat else tokens_after(tokenizer, prompt)
         ids = ids[min(new, context // 2) - context :]  # the end of a longer prompt
-        tokens = generate(session.model, [ids], first_tokens=[first_tokens], **options).tokens[0]
+        new_tokens = generate(session.model, [ids], first_tokens=[first_tokens], **options)
+        tokens = [token.id for token in new_tokens if token.end != "eos"]
         text = f"{prompt}\n> {tokenizer.decode(tokens)}" if chat else tokenizer.decode(ids + tokens)
         texts.append("  | " + printable(text).replace("\n", "\n  | "))
     session.model.train()

@@ -64,7 +64,7 @@ def test_adapters_of_peft_have_equal_logits_here(peft_model, tokens, relative, t
 def test_samples_of_a_model_in_training_have_its_adapter(make_lora, tokens):
     """The faster decoding steps read the weights alone, and would continue the text as the base does."""
     decoder, ids = make_lora(), tokens[0, :5].tolist()
-    sampled = generate(decoder, [ids], max_new_tokens=12, sampling=Sampling(temperature=0)).tokens[0]
+    sampled = [token.id for token in generate(decoder, [ids], max_new_tokens=12, sampling=Sampling(temperature=0))]
     for _ in range(12):
         ids.append(decoder(torch.tensor([ids]))[0, -1].argmax().item())
     assert ids[5:] == sampled

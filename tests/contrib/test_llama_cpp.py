@@ -87,7 +87,8 @@ def test_a_model_gives_the_same_ids_text_and_perplexity(model, tmp_path, dtype):
     if dtype == "float32":  # rounding activations changes some of the closest decisions
         for prompt in ("", "def ", "The quick", "import os\n"):
             ids = encode_prompt(tokenizer, prompt)
-            [tokens] = generate(decoder, [ids], max_new_tokens=64, sampling=Sampling(temperature=0)).tokens
+            new_tokens = generate(decoder, [ids], max_new_tokens=64, sampling=Sampling(temperature=0))
+            tokens = [token.id for token in new_tokens]
             answer = other.ask("/completion", prompt=ids, n_predict=64, temperature=0, return_tokens=True)
             assert answer["tokens"] == tokens and answer["content"] == tokenizer.decode(tokens)
     ids = encode_prompt(tokenizer, PASSAGE)

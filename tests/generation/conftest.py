@@ -14,6 +14,7 @@ from data.chat import ChatFormat
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.train_tokenizer import train_tokenizer
 from generation import cli
+from generation.generate import generate
 from generation.settings import Settings
 from model.config import ModelConfig
 from model.decoder import Decoder
@@ -30,6 +31,15 @@ def decoder() -> Decoder:
         vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, max_position_embeddings=LIMIT
     )
     return Decoder(ModelConfig(**shape, initializer_range=0.5), seed=3).eval()
+
+
+def generate_all(*arguments, **options) -> tuple[list[list[int]], list[str]]:
+    """The new tokens of each prompt, without EOS, and why each ends."""
+    tokens, ends = {}, {}
+    for sequence, token, end, *_ in generate(*arguments, **options):
+        tokens.setdefault(sequence, []).extend([] if end == "eos" else [token])
+        ends[sequence] = end
+    return [*tokens.values()], [*ends.values()]
 
 
 @pytest.fixture(scope="session")

@@ -54,9 +54,13 @@ def test_standard_input_is_one_prompt_without_its_last_line_break(set_stdin):
 
 def test_a_terminal_is_not_read_and_gives_an_empty_prompt_with_a_hint_or_a_conversation(set_stdin, capsys):
     set_stdin(b"typed", terminal=True)
-    assert read_prompts(Settings(chat=True)) == [] and read_prompts(Settings()) == [""]
+    assert read_prompts(Settings(chat=True)) is None and read_prompts(Settings()) == [""]
     hint = capsys.readouterr().err
     assert hint.startswith("no prompt: the model starts a text of its own;") and "--chat" in hint
+    with pytest.raises(UserError, match="a conversation has one answer to each message; give --samples with"):
+        read_prompts(Settings(chat=True, samples=2))
+    set_stdin(b"")
+    assert read_prompts(Settings(chat=True, jsonl=True)) == []  # no conversation
 
 
 @pytest.mark.parametrize(
@@ -147,13 +151,6 @@ def test_what_the_decoding_step_says_comes_before_the_first_character(checkpoint
     monkeypatch.setattr(cli, "write", events.append)
     output(checkpoint, ["def"], max_new_tokens=2)
     assert events[0] == "step" and "".join(events[1:]).startswith("def")
-
-
-def test_equal_samples_are_said_to_be_equal(checkpoint, output):
-    said = "the samples of a prompt are equal, because temperature 0 always takes the most likely token"
-    for sampling, samples in ((GREEDY, 1), (GREEDY, 2), (Sampling(), 2)):
-        lines = output(checkpoint, ["x"], samples=samples, max_new_tokens=3, sampling=sampling)[1]
-        assert (said in lines) == (samples == 2 and sampling == GREEDY)
 
 
 def test_a_start_opens_the_configuration_the_weights_and_the_tokenizer_once(checkpoint, monkeypatch, output):

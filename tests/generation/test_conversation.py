@@ -52,9 +52,9 @@ class Talk:
     def fresh_answer(self, number: int = -1) -> str:
         """What the prompt of a turn gives without a kept cache."""
         prompt, sample_numbers = self.calls[number]
-        result = self.continue_prompts([prompt], sample_numbers=sample_numbers)
+        ids = [token.id for token in self.continue_prompts([prompt], sample_numbers=sample_numbers)]
         self.calls.pop()
-        return self.format.tokenizer.decode(result.tokens[0]) + "\n"
+        return self.format.tokenizer.decode(ids) + "\n"
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_messages_on_the_command_line_are_conversations_of_their_own_and_only_an
     both, lines = output(chat_model, ["def add", "x"], batch_size=2, **settings)
     assert both == "\n".join(single) and not both.startswith("def add") and len(lines) == 1
     type_lines(monkeypatch, "def add", "/reset")
-    typed, lines = output(chat_model, [], **settings)
+    typed, lines = output(chat_model, None, **settings)
     assert typed == single[0]
     assert lines[2:] == ["the answer was cut after 9 tokens (--max-new-tokens)", "a new conversation begins", ""]
 
@@ -144,7 +144,7 @@ def test_every_id_that_ends_a_turn_ends_an_answer(chatml_model, output, monkeypa
     ids = {i for i, token in tokenizer.added_tokens.items() if token.content in markers}
     monkeypatch.setattr(cli, "generate", record)
     type_lines(monkeypatch, "x")
-    for prompts in (["x"], []):
+    for prompts in (["x"], None):
         output(chatml_model, prompts, chat=True, max_new_tokens=9)
     assert [call.kwargs["eos_ids"] for call in record.call_args_list] == [ids, ids] and len(ids) == 3
 

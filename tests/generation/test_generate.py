@@ -5,12 +5,12 @@ import torch
 
 import kernels
 from errors import UserError
-from generation.generate import generate
 from generation.sampling import sample, sequence_generator
 from generation.settings import Sampling
 from generation.steps import GpuDecodeStep
 from model.config import ModelConfig
 from model.decoder import Decoder
+from tests.generation.conftest import generate_all
 
 LIMIT = 48  # of the decoder in conftest.py
 GREEDY = Sampling(temperature=0)
@@ -33,22 +33,21 @@ def without_cache(decoder, prompt, count, sampling, seed=0, number=0):
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("prompt", PROMPTS[:3], ids=len)
 def test_generation_with_the_cache_equals_generation_without_it(decoder, prompt, sampling):
-    tokens = generate(decoder, [prompt], max_new_tokens=20, sampling=sampling, seed=4).tokens[0]
+    [tokens], _ = generate_all(decoder, [prompt], max_new_tokens=20, sampling=sampling, seed=4)
     assert tokens == without_cache(decoder, prompt, 20, sampling, seed=4)
     assert len(set(tokens)) > 5  # repeating one token would hide a wrong position
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_a_batch_of_prompts_of_different_lengths_equals_each_prompt_alone(decoder, sampling):
-    alone = [generate(decoder, [p], max_new_tokens=25, sampling=sampling, seed=4, eos_ids={17}) for p in PROMPTS]
     # To the end of the context, where sequences finish at different steps and the padded ones continue at cache
     # positions that exceed max_position_embeddings.
-    alone += [generate(decoder, [p], max_new_tokens=99, sampling=sampling, seed=4, eos_ids={17}) for p in PROMPTS]
-    for count, expected in ((25, alone[:4]), (99, alone[4:])):
-        together = generate(decoder, PROMPTS, max_new_tokens=count, sampling=sampling, seed=4, eos_ids={17})
-        assert together.tokens == [result.tokens[0] for result in expected]
-        assert together.finish_reasons == [result.finish_reasons[0] for result in expected]
-    assert "context" in together.finish_reasons and len({tuple(ids) for ids in together.tokens}) == len(PROMPTS)
+    for count in (25, 99):
+        options = dict(max_new_tokens=count, sampling=sampling, seed=4, eos_ids={17})
+        alone = [generate_all(decoder, [prompt], **options) for prompt in PROMPTS]
+        tokens, ends = generate_all(decoder, PROMPTS, **options)
+        assert tokens == [ids for [ids], _ in alone] and ends == [end for _, [end] in alone]
+    assert "context" in ends and len({tuple(ids) for ids in tokens}) == len(PROMPTS)
 
 
 @pytest.mark.skipif(kernels.gpu is None, reason="Triton is not installed")
@@ -61,8 +60,8 @@ def test_fused_decoding_gives_the_same_tokens_to_the_end_of_the_context(monkeypa
     step = GpuDecodeStep.__call__
     monkeypatch.setattr(GpuDecodeStep, "__call__", lambda *arguments: calls.append(1) or step(*arguments))
     options = dict(max_new_tokens=99, sampling=SAMPLED, seed=4)
-    expected = generate(decoder, prompts, **options)
-    assert not calls and expected.finish_reasons == ["context", "context"]
+    expected = generate_all(decoder, prompts, **options)
+    assert not calls and expected[1] == ["context", "context"]
     # The first sequence stays in the batch when it has filled the context, while the second, padded one continues. A
     # read past the rotary tables would find NaN and make its logits NaN, which `generate` raises an error for.
     for name in ("cos", "sin"):
@@ -70,18 +69,17 @@ def test_fused_decoding_gives_the_same_tokens_to_the_end_of_the_context(monkeypa
         setattr(decoder.rope, name, torch.cat((table, torch.full_like(table, torch.nan)))[: len(table)])
     kernels.use("triton", torch.device("cpu"))
     try:
-        result = generate(decoder, prompts, **options)
+        result = generate_all(decoder, prompts, **options)
     finally:
         kernels.use("auto", torch.device("cpu"))
-    assert (result.tokens, result.finish_reasons) == (expected.tokens, expected.finish_reasons)
-    assert len(calls) == 12 and len(set(result.tokens[1])) > 5
+    assert result == expected and len(calls) == 12 and len(set(result[0][1])) > 5
     assert not capsys.readouterr().err  # the decoder did not have to replace the kernels
 
 
 def test_the_same_seed_gives_the_same_tokens_and_another_seed_or_sample_number_gives_others(decoder):
     def tokens(seed, numbers=(0,)):
         prompts = [PROMPTS[0]] * len(numbers)
-        return generate(decoder, prompts, max_new_tokens=12, seed=seed, sample_numbers=numbers).tokens
+        return generate_all(decoder, prompts, max_new_tokens=12, seed=seed, sample_numbers=numbers)[0]
 
     torch.manual_seed(11)
     before = torch.get_rng_state()
@@ -93,34 +91,32 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_or_sample_number_g
 
 def test_no_sequence_exceeds_the_context_and_the_finish_reason_says_so(decoder):
     prompts = [[1] * (LIMIT - 1), [1] * (LIMIT - 3), [1]]
-    result = generate(decoder, prompts, max_new_tokens=5, sampling=GREEDY)
-    assert [len(ids) for ids in result.tokens] == [1, 3, 5]
-    assert result.finish_reasons == ["context", "context", "length"]
+    tokens, ends = generate_all(decoder, prompts, max_new_tokens=5, sampling=GREEDY)
+    assert [len(ids) for ids in tokens] == [1, 3, 5] and ends == ["context", "context", "length"]
 
 
 def test_a_prompt_that_fills_the_context_is_a_user_error_with_both_lengths(decoder):
     with pytest.raises(UserError, match=rf"the prompt has {LIMIT} tokens.* context is {LIMIT} .*; shorten it"):
-        generate(decoder, [[1] * LIMIT], max_new_tokens=1)
+        generate_all(decoder, [[1] * LIMIT], max_new_tokens=1)
     with pytest.raises(UserError, match="no embedding of token 320;"):
-        generate(decoder, [[1, 320]], max_new_tokens=1)
+        generate_all(decoder, [[1, 320]], max_new_tokens=1)
     with pytest.raises(UserError, match="prompt 2 has"):
-        generate(decoder, [[1], [1] * LIMIT], max_new_tokens=1)
+        generate_all(decoder, [[1], [1] * LIMIT], max_new_tokens=1)
 
 
-def test_a_sequence_ends_before_an_eos_id_or_where_on_token_says_so_and_the_others_do_not_change(decoder):
-    free = generate(decoder, PROMPTS, max_new_tokens=20, sampling=GREEDY).tokens
+def test_a_sequence_ends_before_an_eos_id_and_the_others_do_not_change(decoder):
+    free, _ = generate_all(decoder, PROMPTS, max_new_tokens=20, sampling=GREEDY)
     eos = free[0][4]
-    stop = lambda i, token: i == 1  # noqa: E731
-    result = generate(decoder, PROMPTS, max_new_tokens=20, sampling=GREEDY, eos_ids={eos}, on_token=stop)
-    assert result.finish_reasons[:2] == ["eos", "stop"] and eos not in free[0][:4]
-    ends = [(ids.index(eos) if eos in ids else 20) for ids in free[2:]]
-    assert result.tokens == [free[0][:4], free[1][:1], *(ids[:end] for ids, end in zip(free[2:], ends, strict=True))]
+    tokens, ends = generate_all(decoder, PROMPTS, max_new_tokens=20, sampling=GREEDY, eos_ids={eos})
+    lengths = [(ids.index(eos) if eos in ids else 20) for ids in free]
+    assert lengths[0] == 4 and tokens == [ids[:length] for ids, length in zip(free, lengths, strict=True)]
+    assert ends == ["length" if length == 20 else "eos" for length in lengths]
 
 
 def test_ids_that_the_tokenizer_does_not_have_are_never_sampled(decoder):
     uniform = Sampling(temperature=50.0, repetition_penalty=1.5)  # nearly
-    assert max(generate(decoder, [[1]], max_new_tokens=40, sampling=uniform).tokens[0]) >= 100
-    assert max(generate(decoder, [[1]], max_new_tokens=40, sampling=uniform, vocab_size=100).tokens[0]) < 100
+    assert max(generate_all(decoder, [[1]], max_new_tokens=40, sampling=uniform)[0][0]) >= 100
+    assert max(generate_all(decoder, [[1]], max_new_tokens=40, sampling=uniform, vocab_size=100)[0][0]) < 100
 
 
 def test_logits_that_are_not_finite_are_a_user_error():
@@ -128,4 +124,4 @@ def test_logits_that_are_not_finite_are_a_user_error():
     with torch.no_grad():
         broken.norm.weight[3] = torch.nan
     with pytest.raises(UserError, match="not finite"):
-        generate(broken, [[1, 2]], max_new_tokens=3)
+        generate_all(broken, [[1, 2]], max_new_tokens=3)

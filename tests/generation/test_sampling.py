@@ -141,7 +141,7 @@ def test_rows_with_logits_that_are_not_finite_give_minus_1_and_other_rows_a_toke
 @pytest.mark.parametrize(
     "values",
     [
-        *({"temperature": -0.1}, {"temperature": math.inf}, {"top_k": -1}, {"top_p": -0.1}),
+        *({"temperature": -0.1}, {"temperature": math.inf}, {"top_k": -2}, {"top_p": -0.1}),
         *({"top_p": 1.1}, {"min_p": math.nan}, {"min_p": 2.0}, {"repetition_penalty": 0.0}, {"temperature": "0.6"}),
         *({"top_k": 2.5}, {"top_k": True}, {"top_p": [1]}),
     ],

@@ -59,8 +59,7 @@ def test_logits_and_cache_equal_the_decoders(make_decoder, relative, variant):
 
 def test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_computes(make_decoder, request):
     def exists(batch_size=1, **changes):
-        with decode_step(make_decoder(**changes).eval(), batch_size, 4) as step:
-            return isinstance(step, GpuDecodeStep)
+        return isinstance(decode_step(make_decoder(**changes).eval(), batch_size, 4), GpuDecodeStep)
 
     assert not exists()
     request.getfixturevalue("triton_kernels")
@@ -73,8 +72,8 @@ def test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_com
 
 def decode(decoder, tokens, positions=8):
     """Logits of tokens (B, T), one after another, from the step that is kept for this decoder; and the step."""
-    with decode_step(decoder, len(tokens), positions) as step:
-        return torch.cat([step(token[:, None], None).clone() for token in tokens.unbind(1)], 1), step
+    step = decode_step(decoder, len(tokens), positions)
+    return torch.cat([step(token[:, None], None).clone() for token in tokens.unbind(1)], 1), step
 
 
 @pytest.mark.usefixtures("triton_kernels")
@@ -84,9 +83,9 @@ def test_the_next_prompt_uses_the_same_step_an_empty_cache_no_padding_of_the_las
 ):
     decoder, padding = make_decoder(num_hidden_layers=1).eval(), torch.tensor([2])
     first, second = random_tokens(1, 3), random_tokens(1, 6)[:, 3:]
-    with decode_step(decoder, 1, 8) as step:
-        decoder(first, cache=step.cache, padding=padding)
-        step(first[:, :1], padding)
+    step = decode_step(decoder, 1, 8)
+    decoder(first, cache=step.cache, padding=padding)
+    step(first[:, :1], padding)
     decoder.layers[0].mlp.down_proj.weight.data *= 2
     logits, again = decode(decoder, second, positions=11)  # room for as many as before, rounded up
     assert again is step
@@ -100,8 +99,7 @@ def test_a_step_is_made_again_where_its_graph_would_read_other_memory_or_the_sha
     made = []
 
     def use_step(batch_size=1, positions=8):
-        with decode_step(decoder, batch_size, positions) as step:
-            made.append(step)
+        made.append(decode_step(decoder, batch_size, positions))
 
     use_step()
     weight.data = weight.data * 2
@@ -119,17 +117,14 @@ def test_a_step_is_made_again_where_its_graph_would_read_other_memory_or_the_sha
 
 @pytest.mark.usefixtures("triton_kernels")
 @torch.inference_mode()
-def test_one_step_is_kept_as_long_as_its_decoder_and_not_shared_by_calls_at_the_same_time(make_decoder):
+def test_one_step_is_kept_and_as_long_as_its_decoder(make_decoder):
     first, second = (make_decoder(seed, num_hidden_layers=1).eval() for seed in (1, 2))
-    with decode_step(first, 1, 8) as outer, decode_step(first, 1, 8) as inner:
-        assert outer is not inner and outer.cache is not inner.cache
-    with decode_step(first, 1, 8) as again:
-        assert again is outer
-    with decode_step(second, 1, 8) as other:
-        assert other is not outer
-    assert [step for _, step in steps._last_step.values()] == [other]
+    step = decode_step(first, 1, 8)
+    assert decode_step(first, 1, 8) is step
+    other = decode_step(second, 1, 8)
+    assert other is not step and [step for _, step in steps._last_step.values()] == [other]
     cache = weakref.ref(other.cache)
-    del outer, inner, again, other, second
+    del step, other, second
     gc.collect()
     assert cache() is None and not steps._last_step
 

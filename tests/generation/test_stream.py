@@ -65,13 +65,13 @@ def test_text_ends_before_the_first_stop_string_however_it_is_split(parts, stops
         returned += stream.push(i)
         assert expected.startswith(returned)  # what was returned is final
     assert returned + stream.finish() == expected
-    assert stream.stopped == (expected != "".join(parts))
+    assert (stream.end == "stop") == (expected != "".join(parts))
 
 
 def test_only_a_possible_beginning_of_a_stop_string_is_held_back():
     stream = stop_stream(["a", "b\n", "\n", "clean", "E", "N", "T", ".", "EN"], ["\n\nclass", "END"])
     assert [stream.push(i) for i in range(9)] == ["a", "b", "", "\n\nclean", "", "", "ENT", ".", ""]
-    assert (stream.finish(), stream.stopped) == ("EN", False)
+    assert (stream.finish(), stream.end) == ("EN", None)
 
 
 def test_a_stop_string_split_over_tokens_ends_the_text_before_it_but_not_the_prompt(tokenizer):
@@ -79,6 +79,6 @@ def test_a_stop_string_split_over_tokens_ends_the_text_before_it_but_not_the_pro
     text = stream.text
     for token in tokenizer.encode(" return x + y ☺ é"):
         text += stream.push(token)
-        stopped.append(stream.stopped)
+        stopped.append(stream.end == "stop")
     assert text + stream.finish() == "a + y ☺ return x "
     assert stopped.index(True) == len(tokenizer.encode(" return x + y ☺")) - 1 and stopped.count(False) > 5

@@ -88,15 +88,18 @@ def test_auto_on_a_cpu_is_bfloat16_only_where_the_weights_are_and_the_cpu_and_to
 
 
 def test_a_small_step_uses_one_thread_and_the_number_is_restored_even_after_an_error():
-    before, threads = torch.get_num_threads(), []
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
     decoder = Decoder(ModelConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1))
     with pytest.raises(KeyError), threads_for(decoder, 1):
         assert torch.get_num_threads() == 1
         raise KeyError
     assert torch.get_num_threads() == 2
-    generate(decoder, [[1]], max_new_tokens=2, on_finish=lambda *_: threads.append(torch.get_num_threads()))
-    assert threads == [1] and torch.get_num_threads() == 2
+    threads = [torch.get_num_threads() for _ in generate(decoder, [[1]], max_new_tokens=2)]
+    assert threads == [1, 1] and torch.get_num_threads() == 2
+    for _ in generate(decoder, [[1]], max_new_tokens=2):
+        break
+    assert torch.get_num_threads() == 2
     with threads_for(decoder, 10_000_000):
         assert torch.get_num_threads() == 2
     torch.set_num_threads(before)

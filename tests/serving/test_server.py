@@ -22,7 +22,7 @@ from errors import UserError
 from generation import generate
 from generation.settings import Sampling
 from model.decoder import Decoder
-from serving.answer import ChatRequest, CompletionRequest, ServedModel, by_text
+from serving.answer import ChatRequest, CompletionRequest, Piece, ServedModel, to_choices
 from serving.server import Server
 from tests.serving.conftest import served
 
@@ -120,8 +120,10 @@ def test_logprobs_of_an_answer_are_those_of_its_text_and_its_ids_continue_it(cli
     assert bytes(byte for entry in scored.logprobs.content[1 : len(prompt)] for byte in entry["bytes"]).decode() == text
     rest = client.completions.create(**arguments | {"max_tokens": 6}, extra_body={"begin_ids": ids[:6]})
     assert choice.text.endswith(rest.choices[0].text)
-    same = [{"token": "a", "id": i, "logprob": -i} for i in range(3)]
-    assert by_text(same) == {"a": 0, "token_id:1": -1, "token_id:2": -2}
+    same = [{"token": "a", "logprob": -i} for i in range(3)]
+    token = {"token": "b", "logprob": 0, "top_logprobs": same}
+    [choice] = to_choices(CompletionRequest(model="text", sampling=Sampling()), [Piece(0, "b", token)])
+    assert choice["logprobs"]["top_logprobs"] == [{"a": 0}]
 
 
 def test_a_text_longer_than_the_context_is_scored_in_windows_that_overlap_by_half(client, server):
@@ -206,17 +208,21 @@ def test_malformed_bodies_get_an_error_in_openais_format(server, capfd):
     refused = [answer for answer in answers if answer[0] != 200]  # `true` is a number of logprobs
     refused += [post(server, {}, "models"), post(server, {}, "embeddings")]
     no_post, no_path = (answer["error"]["message"] for _, answer in refused[-2:])
-    assert no_post.startswith("/v1/models does not take POST; use ") and "GET" in no_post
-    assert "there is no path /v1/embeddings, only /, /health, /v1/models, /v1/models/MODEL, " in no_path
+    assert no_post.startswith("/v1/models does not take POST; use ") and "GET" in no_post and no_path == "Not Found"
     refused += [post(server, {"model": "text", "messages": HELLO}, "chat/completions")]
     refused += [post(server, {"messages": [{"role": "user", "content": ["a", "b"]}]}, "chat/completions")]
     refused += [post(server, {"prompt": "a", "response_format": {"type": "json_object"}})]
-    refused += [post(server, {"prompt": "a " * 5000}), post(server, {"prompt": "a"}, Host="evil.com")]
-    assert len(refused) >= 130 and {status for status, _ in refused} == {400, 403, 404, 405}
+    refused += [post(server, {"prompt": "a " * 5000})]
+    assert len(refused) >= 130 and {status for status, _ in refused} == {400, 404, 405}
+    assert send(server.port, {"prompt": "a"}, Host="evil.com").getresponse().status == 400
     assert {answer["error"]["type"] for _, answer in refused} == {"invalid_request_error"}
-    said = ("no chat template", "(a part of its content is no object", "`response_format` other than text is not")
-    said += ("context is 4096", "'evil.com'")
-    assert all(words in answer["error"]["message"] for (_, answer), words in zip(refused[-5:], said, strict=True))
+    said = [
+        "no chat template",
+        "a part of its content is no object",
+        "`response_format` other than text",
+        "context is 4096",
+    ]
+    assert all(words in answer["error"]["message"] for (_, answer), words in zip(refused[-4:], said, strict=True))
     assert not any("--" in answer["error"]["message"] for _, answer in refused)  # flags are of the command line
     assert capfd.readouterr().err == ""
 
@@ -270,7 +276,7 @@ def test_a_port_in_use_is_one_line(server, directories):
 
 
 def test_a_number_that_is_no_port_is_one_line_and_an_adapter_is_named_with_its_model(directories, tmp_path):
-    with pytest.raises(UserError, match="--port 99999 is no port; give one from 0 to 65535"):
+    with pytest.raises(UserError, match=r"port must be 0-65535.*; give another --port or --host"):
         serve.main([str(directories[0])], port=99999)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(directories[0])}))
     assert describe(tmp_path) == f"{directories[0]} with the adapter {tmp_path}"
