@@ -1,7 +1,6 @@
 """LoRA adapters in PEFT's format: A and B of each matrix, which are added to the weights of a model as it is loaded."""
 
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,13 +14,14 @@ from files import read_json
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's names of tensors begin with it, and continue like Hugging Face's
-# Keys of adapter_config.json with the values that are supported; those in ANY_VALUE may have any, others must be off.
-SUPPORTED = {"peft_type": ("LORA",), "init_lora_weights": (True, False, "gaussian")}
+# adapter_config.json: keys that may have any value, and the values that every other key may have.
 ANY_VALUE = """
     r lora_alpha use_rslora target_modules exclude_modules layers_to_transform layers_pattern lora_dropout revision
     base_model_name_or_path task_type inference_mode peft_version auto_mapping megatron_core runtime_config
     qalora_group_size
 """.split()
+SUPPORTED = {"peft_type": ("LORA",), "init_lora_weights": (True, False, "gaussian")}
+OFF = (None, False, "none", [], {})
 
 
 def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[str, StoredTensor]) -> None:
@@ -30,44 +30,30 @@ def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[
     with reading(directory, "give a plain LoRA adapter of this model, or the result of peft's merge_and_unload()"):
         rank, scale = rank_and_scale(fields)
         tensors = load_file(*find_weight_files(directory, WEIGHTS))
-        for matrix in adapted_matrices(fields, tensors, weights):
+        for matrix in sorted({name.partition(".lora_")[0] for name in tensors if ".lora_" in name}):
             a = tensors.pop(f"{matrix}.lora_A.weight")
             b = tensors.pop(f"{matrix}.lora_B.weight")
             weight = weights[f"{matrix.removeprefix(PREFIX)}.weight"]
             if (a.shape, b.shape) != ((rank, weight.shape[-1]), (len(weight), rank)):
                 raise ValueError(f"{matrix} has sizes {[*a.shape]} and {[*b.shape]}, and r is {rank}")
             weight.copy_(weight.float() + scale * (b.to(weight.device).float() @ a.to(weight.device).float()))
-        for name, tensor in tensors.items():  # beside the A and B of a head, PEFT writes the head itself
-            original = stored.get(name.removeprefix(PREFIX).replace(".base_layer.", "."))
-            if original is None or not torch.equal(original.read().to(tensor.dtype), tensor):
+        for name, tensor in tensors.items():
+            if not is_copy_of_base(name, tensor, stored):
                 raise ValueError(f"{name} is not supported")
+
+
+def is_copy_of_base(name: str, tensor: Tensor, stored: Mapping[str, StoredTensor]) -> bool:
+    """Whether an adapter's tensor equals its model's: beside A and B of the head, PEFT writes the head itself."""
+    original = stored.get(name.removeprefix(PREFIX).replace(".base_layer.", "."))
+    return original is not None and torch.equal(original.read().to(tensor.dtype), tensor)
 
 
 def rank_and_scale(fields: dict) -> tuple[int, float]:
     """r, and what B A is multiplied by; `ValueError` if adapter_config.json asks for what is not supported."""
     for key, value in fields.items():
-        if key not in ANY_VALUE and value not in SUPPORTED.get(key, (None, False, "none", [], {})):
+        if key not in ANY_VALUE and value not in SUPPORTED.get(key, OFF):
             raise ValueError(f"{key} {value!r} is not supported")
     rank, alpha = fields["r"], fields["lora_alpha"]
     if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
         raise ValueError(f"r {rank!r} with lora_alpha {alpha!r} is not supported")
     return rank, alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
-
-
-def adapted_matrices(fields: dict, tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> list[str]:
-    """PEFT's names of the matrices that have or must have A and B; `ValueError` for those that PEFT would leave out."""
-    matrices = {name.partition(".lora_")[0] for name in tensors if ".lora_" in name}
-    targets = fields.get("target_modules")  # a list, or a pattern, which is not checked
-    endings = tuple(f".{target}" for target in targets) if isinstance(targets, list) else ("",)
-    layers = fields.get("layers_to_transform")  # a number, a list or null
-    layers = [layers] if isinstance(layers, int) else layers
-    if isinstance(targets, list) and not (layers or fields.get("exclude_modules")):  # all that match must have A and B
-        names = [name.removesuffix(".weight") for name in weights]
-        matrices |= {PREFIX + name for name in names if f".{name}".endswith(endings)}
-    for matrix in sorted(matrices):
-        if not f".{matrix}".endswith(endings):
-            raise ValueError(f"{matrix} is none of target_modules {targets}")
-        layer = re.search(r"\.layers\.(\d+)\.", matrix)
-        if layers and layer is not None and int(layer[1]) not in layers:
-            raise ValueError(f"{matrix} is in none of layers_to_transform {layers}")
-    return sorted(matrices)
