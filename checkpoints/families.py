@@ -22,16 +22,16 @@ from model.count import num_parameters
 class Family:
     """How one Hugging Face model_type expresses a `ModelConfig` in config.json."""
 
-    architecture: str | None  # the class of transformers for which models are written; None: they are only read
+    architecture: str | None  # the class in transformers; None: nothing is written as this family
     norm: Literal["rms", "layer"]
-    qkv_bias: str | bool  # the key that says whether q, k and v have biases, or whether the family always has them
-    output_bias: bool = False  # whether that key gives o_proj a bias too, which is zeros where the decoder has none
+    qkv_bias: str | bool  # the key that says whether q, k and v have biases, or the same answer for all models
+    output_bias: bool = False  # whether that key gives o_proj a bias too, in the file zeros if the decoder has none
     qk_norm: bool = False  # whether each head of q and k has an RMSNorm
     eps: str = "rms_norm_eps"  # the key of norm_eps
-    # Widths of heads. divides: any, but num_attention_heads divides hidden_size. exact: that quotient alone.
-    head_dim: Literal["free", "divides", "exact"] = "free"
+    any_head_dim: bool = True  # whether heads may be wider or narrower than hidden_size / num_attention_heads
+    heads_divide_hidden: bool = False  # whether num_attention_heads must divide hidden_size
     constants: dict[str, object] = field(default_factory=dict)  # keys that are always written, with their values
-    defaults: dict[str, object] = field(default_factory=dict)  # values of missing keys, beside `DEFAULTS`
+    defaults: dict[str, object] = field(default_factory=dict)  # values of missing keys where `DEFAULTS` has others
 
 
 QWEN_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "use_sliding_window": False}
@@ -41,7 +41,7 @@ QWEN_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "u
 # would warn of wrong ids, and change them if it is told to.
 FAMILIES = {
     "llama": Family(
-        "LlamaForCausalLM", "rms", "attention_bias", output_bias=True, head_dim="divides",
+        "LlamaForCausalLM", "rms", "attention_bias", output_bias=True, heads_divide_hidden=True,
         constants={"mlp_bias": False}, defaults={"max_position_embeddings": 2048},
     ),
     "qwen3": Family(
@@ -49,7 +49,7 @@ FAMILIES = {
         defaults=QWEN_DEFAULTS | {"head_dim": 128},
     ),
     "stablelm": Family(
-        "StableLmForCausalLM", "layer", "use_qkv_bias", eps="layer_norm_eps", head_dim="exact",
+        "StableLmForCausalLM", "layer", "use_qkv_bias", eps="layer_norm_eps", any_head_dim=False,
         constants={"partial_rotary_factor": 1.0, "use_parallel_residual": False, "qk_layernorm": False},
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 4096, "partial_rotary_factor": 0.25},
     ),
@@ -59,16 +59,15 @@ FAMILIES = {
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     ),
 }  # fmt: skip
-ORIGINAL_CONTEXT = "original_max_position_embeddings"
+# Keys that every config.json has, under the names of `ModelConfig`.
 SHAPE_FIELDS = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-
-# The meaning of a missing key, from the configuration classes of transformers. null key/value heads: as many as heads.
+# Reading: the meaning of a missing key, from the configuration classes of transformers.
 DEFAULTS = {
     "num_key_value_heads": None, "head_dim": None, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "layer_norm_eps": 1e-5,
     "attention_bias": False, "use_qkv_bias": False, "tie_word_embeddings": False, "initializer_range": 0.02,
     "sliding_window": None, "use_sliding_window": True, "layer_types": None,
 }  # fmt: skip
-# Keys that change what a model computes, with the values under which they do not.
+# Reading: keys that change what a model computes, with the values under which they do not. Others are refused.
 HARMLESS: dict[str, tuple] = {
     "is_causal": (True,),
     "hidden_act": ("silu", "swish"),
@@ -78,8 +77,10 @@ HARMLESS: dict[str, tuple] = {
     **dict.fromkeys(("mlp_bias", "use_parallel_residual", "qk_layernorm"), (False, None)),
     **dict.fromkeys(("use_bidirectional_attention", "rope_interleaved", "use_mrope"), (False, None)),
 }
-ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "truncate"}
-ROPE_KEYS |= {"finetuned"}.union(*ROPE_SCALING.values())
+# Reading: the keys that rope_scaling or rope_parameters may have. Others are refused.
+ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "truncate", "finetuned"}
+ROPE_KEYS.update(*ROPE_SCALING.values())
+ORIGINAL_CONTEXT = "original_max_position_embeddings"
 
 
 def choose_model_type(config: ModelConfig) -> str:
@@ -88,12 +89,12 @@ def choose_model_type(config: ModelConfig) -> str:
     only_o_proj_bias = config.attention_output_bias and not config.attention_bias
     if rms_with_bias or only_o_proj_bias or (config.norm_placement, config.mlp) != ("pre", "swiglu"):
         return "prenorm"
-    divides = config.hidden_size % config.num_attention_heads == 0
-    head_dim_fits = {"free": True, "divides": divides, "exact": config.head_dim is None}
     for model_type, family in FAMILIES.items():
         same_norms = (family.norm, family.qk_norm) == (config.norm, config.qk_norm)
         bias_fits = family.output_bias or not config.attention_output_bias
-        if family.architecture and same_norms and bias_fits and head_dim_fits[family.head_dim]:
+        head_dim_fits = family.any_head_dim or config.head_dim is None
+        heads_fit = not family.heads_divide_hidden or config.hidden_size % config.num_attention_heads == 0
+        if family.architecture and same_norms and bias_fits and head_dim_fits and heads_fit:
             return model_type
     return "prenorm"
 
@@ -130,10 +131,14 @@ def to_json(config: ModelConfig, *, dtype: str, bos_token_id: int | None, eos_to
 
 
 def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | None = None) -> ModelConfig:
-    """The configuration of a directory with these tensors; `UserError` if this decoder cannot compute such a model."""
+    """The configuration of a directory; `UserError` if this decoder cannot compute such a model.
+
+    tensors: those that its files have, if they are open already. They must fit, and say which biases are not zeros.
+    """
     path = Path(directory) / "config.json"
-    if tensors is None and check_format(path.parent):
-        tensors = stored_tensors(path.parent)
+    if tensors is None:
+        has_weights = check_format(path.parent)
+        tensors = stored_tensors(path.parent) if has_weights else {}
     if not path.is_file():
         raise UserError(f"{directory} has no config.json; give the directory of a model.")
     fields = read_json(path)
@@ -142,20 +147,19 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
             config = from_json(fields)
         except UserError as error:
             raise ValueError(str(error).rstrip(".")) from None
-        if tensors is not None:
-            check_sizes(config, tensors)
+        check_sizes(config, tensors)
     context = config.max_position_embeddings
     if context < fields.get("max_position_embeddings", 0):
         note(f"{path} has a sliding window, which is the context here: {context} tokens")
-    return with_trained_biases(config, fields["model_type"], tensors or {})
+    return with_trained_biases(config, fields["model_type"], tensors)
 
 
 def check_sizes(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuse sizes that only config.json has, before memory is allocated for them."""
-    o_proj = tensors.get(f"model.layers.{config.num_hidden_layers - 1}.self_attn.o_proj.weight")
-    fits = o_proj is not None and o_proj.shape[-1] == config.num_attention_heads * config.resolved_head_dim
-    if not fits or num_parameters(config) > 2 * sum(math.prod(tensor.shape) for tensor in tensors.values()):
-        raise ValueError("the weights beside it have other numbers of layers, heads or parameters")
+    """Refuse sizes that only config.json has, before modules are built for them; a directory may lack the weights."""
+    layers = len({name.split(".")[2] for name in tensors if name.startswith("model.layers.")})
+    parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
+    if tensors and (layers != config.num_hidden_layers or num_parameters(config) > 2 * parameters):
+        raise ValueError("the weights beside it have other numbers of layers or parameters")
 
 
 def with_trained_biases(config: ModelConfig, model_type: str, tensors: Mapping[str, StoredTensor]) -> ModelConfig:
@@ -191,30 +195,32 @@ def from_json(fields: dict) -> ModelConfig:
     scaling = read_rope_scaling(rope, fields)
     fields |= {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     for key, value in fields.items():  # with defaults: stablelm rotates a quarter of a head
-        if value not in HARMLESS.get(key, (value,)):
+        if key in HARMLESS and value not in HARMLESS[key]:
             raise ValueError(f"{key} is {value!r}, which this decoder cannot represent")
     layer_types = set(fields["layer_types"] or ())
     if unknown := layer_types - {"full_attention", "sliding_attention"}:
         raise ValueError(f"layer_types has {', '.join(sorted(unknown))}, which this decoder cannot represent")
     context = fields["max_position_embeddings"]
     window = fields["sliding_window"]
-    uses_window = fields["use_sliding_window"] or fields["model_type"] == "mistral"  # which has no such switch
+    uses_window = fields["use_sliding_window"] or model_type == "mistral"  # which ignores use_sliding_window
     if window is not None and (uses_window or "sliding_attention" in layer_types):
         context = min(context, window)  # up to the length of its window, such a layer attends to all tokens
-    kv_heads = fields["num_key_value_heads"]
+    if fields["num_key_value_heads"] is None:
+        fields["num_key_value_heads"] = fields["num_attention_heads"]
+    attention_bias = fields[family.qkv_bias] if isinstance(family.qkv_bias, str) else family.qkv_bias
+    shape_fields = (*SHAPE_FIELDS, "num_key_value_heads", "head_dim")
     config = ModelConfig(
-        **{key: fields[key] for key in (*SHAPE_FIELDS, "head_dim", "initializer_range", "rope_theta")},
-        num_key_value_heads=fields["num_attention_heads"] if kv_heads is None else kv_heads,
+        **{key: fields[key] for key in (*shape_fields, "initializer_range", "rope_theta")},
         max_position_embeddings=context,
         rope_scaling=scaling,
         norm=family.norm,
         norm_bias=(fields.get("prenorm") or {}).get("norm_bias"),
         norm_eps=fields[family.eps],
-        attention_bias=(fields[family.qkv_bias] or False) if isinstance(family.qkv_bias, str) else family.qkv_bias,
+        attention_bias=attention_bias or False,  # null is false
         qk_norm=family.qk_norm,
         tie_word_embeddings=fields["tie_word_embeddings"] or False,
     )
-    if family.head_dim == "exact" and config.head_dim is not None:
+    if not family.any_head_dim and config.head_dim is not None:
         raise ValueError(f"head_dim is {config.head_dim}, and {model_type} has only hidden_size / num_attention_heads")
     return config
 

@@ -165,7 +165,6 @@ REFUSED = {
     "a key that prenorm needs": {"model_type": "prenorm"},
     "layers": {"num_hidden_layers": 100_000, "attention_bias": True},
     **{f"{key}, too large": {key: 2**62} for key in (*SHAPE_FIELDS, "head_dim")},
-    "another head_dim": {"head_dim": 10},
 }
 
 
