@@ -1,12 +1,11 @@
-"""What a RUN argument means: its directory, an adapter's model, and what ends its texts. Imports no torch."""
+"""What a RUN argument means: a directory on disk or on the Hub, and an adapter's model. Imports no torch."""
 
 import difflib
-import operator
 import re
 from pathlib import Path
 
 from checkpoints.weights import ADAPTER_CONFIG, INDEX, OTHER_FORMATS, SINGLE, check_format
-from errors import UserError, reading
+from errors import UserError
 from files import read_json
 
 RUNS = Path("runs")
@@ -14,28 +13,27 @@ RUNS = Path("runs")
 HUB_ID = re.compile(r"(?P<id>(?!runs/)\w[\w.-]*/(?P<name>\w[\w.-]*))(?:@(?P<revision>.+))?", re.ASCII)
 
 
-def find_checkpoint(path: Path | str) -> Path:
-    """The checkpoint or adapter that `path` means: itself, the best one of a run, or a download from the Hub."""
-    hub_id = HUB_ID.fullmatch(str(path))
-    path = Path(path)
-    if path.is_file() and path.suffix == ".gguf":
-        raise UserError(f"{path} has {OTHER_FORMATS[b'GGUF']}.")
-    if path.is_file():
-        raise UserError(f"{path} is a file; give the directory of a checkpoint or a run.")
-    if hub_id and not path.exists() and not Path(path.parts[0]).is_dir():
-        run = RUNS / hub_id["name"]
-        if run.is_dir():
-            raise UserError(f"{path} does not exist; did you mean {run}?")
-        return download(hub_id["id"], hub_id["revision"])
+def find_checkpoint(name: Path | str) -> Path:
+    """The checkpoint or adapter that `name` means: itself, the best one of a run, or a download from the Hub."""
+    path = Path(name)
     if (path / "config.json").is_file() or (path / ADAPTER_CONFIG).is_file():
         return path
     saves = saves_in(path)
     if saves:
         return saves[0]
-    problem = f"{path} does not exist; give a directory with"
+    hub_id = HUB_ID.fullmatch(str(name))
+    if hub_id and not path.exists() and not Path(path.parts[0]).is_dir():
+        run = RUNS / hub_id["name"]
+        if run.is_dir():
+            raise UserError(f"{path} does not exist; did you mean {run}?")
+        return download(hub_id["id"], hub_id["revision"])
+    if path.is_file() and path.suffix == ".gguf":
+        raise UserError(f"{path} has {OTHER_FORMATS[b'GGUF']}.")
+    if path.is_file():
+        raise UserError(f"{path} is a file; give the directory of a checkpoint or a run.")
     if path.is_dir():
-        check_format(path)
-        problem = f"{path} has no"
+        check_format(path)  # says so if there are weights in another format
+    problem = f"{path} has no" if path.is_dir() else f"{path} does not exist; give a directory with"
     raise UserError(f"{problem} config.json, best/ or last/.{newest_runs(path.parent, path.name)}")
 
 
@@ -57,13 +55,14 @@ def find_base(adapter: Path) -> Path:
     """The directory of the model that an adapter names."""
     fields = read_json(adapter / ADAPTER_CONFIG)
     base = fields.get("base_model_name_or_path")
+    advice = f"Give the model itself: python generate.py MODEL --adapter {adapter}"
+    if not isinstance(base, str) or Path(base) in (Path(), adapter):
+        raise UserError(f"{adapter} is an adapter of {base!r}, which is no model. {advice}")
+    on_hub = fields.get("revision") and not Path(base).exists()
     try:
-        if not isinstance(base, str) or Path(base) in (Path(), adapter):
-            raise UserError(f"the model {base!r} of {ADAPTER_CONFIG} does not exist.")
-        revision = fields.get("revision")
-        return find_checkpoint(f"{base}@{revision}" if revision and not Path(base).exists() else base)
+        return find_checkpoint(f"{base}@{fields['revision']}" if on_hub else base)
     except UserError as error:
-        raise UserError(f"{error} Give the model itself: python generate.py MODEL --adapter {adapter}") from None
+        raise UserError(f"{error} {advice}") from None
 
 
 def describe(directory: Path, adapter: str | None = None) -> str:
@@ -86,18 +85,15 @@ def generation_config(model: Path, adapter: Path | None) -> Path:
 def download(name: str, revision: str | None) -> Path:
     """The directory of a Hub model's files that are read here, after downloading those that its cache lacks."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
 
     patterns = ["model.safetensors", "model-*.safetensors", "adapter_model.safetensors", "*.json", "*.model", "*.jinja"]
     try:
         # `*` matches `/` too, so that folders such as original/ and onnx/ are excluded separately
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns="*/*"))
-    except LocalEntryNotFoundError as error:  # no network, and nothing in the cache
-        where = "is no local path, and the Hugging Face Hub cannot be reached"
-        raise UserError(f"{name} {where}; connect to it, or give a run.{newest_runs()}") from error
     except Exception as error:  # a network fails in many ways, and each version of the library has other classes
-        reason = " ".join(str(error).split())
-        raise UserError(f"{name} is no local path, and the Hugging Face Hub gives no model: {reason}") from error
+        reason = " ".join(str(error).split()).rstrip(".")
+        problem = f"{name} is no local path, and the Hugging Face Hub gives no model: {reason}"
+        raise UserError(f"{problem}.{newest_runs()}") from error
 
 
 def newest_run(folder: Path = RUNS) -> Path:
@@ -120,7 +116,11 @@ def newest_runs(folder: Path = RUNS, wanted: str = "") -> str:
 
 def runs_in(folder: Path) -> list[Path]:
     """The run folders in `folder`, that with the newest checkpoint first."""
-    save_times = {run: max(save.stat().st_mtime for save in saves_in(run)) for run in folder.glob("*") if saves_in(run)}
+    save_times = {}
+    for run in folder.glob("*"):
+        saves = saves_in(run)
+        if saves:
+            save_times[run] = max(save.stat().st_mtime for save in saves)
     return sorted(save_times, key=save_times.get, reverse=True)
 
 
@@ -137,14 +137,3 @@ def is_complete(directory: Path) -> bool:
 def save_paths(target: Path) -> list[Path]:
     """The directories that may hold checkpoint `target`, in this order: an interrupted save leaves .new or .old."""
     return [target.with_name(target.name + suffix) for suffix in ("", ".new", ".old")]
-
-
-def eos_ids(directory: Path, tokenizer_eos: int, adapter: Path | None = None) -> frozenset[int]:
-    """All ids that end a text: the tokenizer's EOS, and those (of chat models several) that the model's files list."""
-    for path in (generation_config(directory, adapter), directory / "config.json"):
-        with reading(path):
-            eos = read_json(path).get("eos_token_id")  # a number, a list or null
-            if eos is not None:
-                listed = eos if isinstance(eos, list) else [eos]
-                return frozenset(map(operator.index, [tokenizer_eos, *listed]))
-    return frozenset([tokenizer_eos])

@@ -13,8 +13,11 @@ ADAPTER_CONFIG = "adapter_config.json"  # of PEFT
 DOWNLOAD = "download or save it again, in a clone with `git lfs pull`"
 PICKLED = "pickled weights, which can run code and are never opened; save them with transformers as safetensors"
 # The first four bytes of a file -> what a directory without safetensors has, and what to do.
-OTHER_FORMATS = {b"GGUF": "GGUF weights, which are only written here; give the model that they were made from"}
-OTHER_FORMATS |= dict.fromkeys((b"PK\3\4", b"\x80\2\x8a\n"), PICKLED)  # from torch.save, today and before 2020
+OTHER_FORMATS = {
+    b"GGUF": "GGUF weights, which can be written here but not read; give the model that they were made from",
+    b"PK\3\4": PICKLED,
+    b"\x80\2\x8a\n": PICKLED,  # by torch.save before 2020
+}
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,16 @@
 """From the directory of a model to what generates: its tokenizer, and its decoder in a dtype for inference."""
 
+import operator
 import shutil
 from pathlib import Path
 
 import torch
 
 import kernels
-from checkpoints.find import eos_ids, find_adapter, find_checkpoint, generation_config, tokenizer_directory
+from checkpoints.find import find_adapter, find_checkpoint, generation_config, tokenizer_directory
 from checkpoints.pretrained import Checkpoint, load_pretrained, open_checkpoint, save_pretrained, write_json
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
-from errors import UserError
+from errors import UserError, reading
 from files import read_json
 from generation.steps import MAX_CPU_SEQUENCES, decode_step_kind, quantize_matrices
 from model.decoder import Decoder
@@ -25,6 +26,17 @@ def open_model(
     tokenizer = tokenizer or load_tokenizer(tokenizer_directory(model, adapter_directory))
     check_vocabulary(tokenizer, checkpoint.config.vocab_size)
     return checkpoint, tokenizer, eos_ids(model, tokenizer.eos_id, adapter_directory)
+
+
+def eos_ids(model: Path, tokenizer_eos: int, adapter: Path | None = None) -> frozenset[int]:
+    """All ids that end a text: the tokenizer's EOS, and those (of chat models several) that the model's files list."""
+    for path in (generation_config(model, adapter), model / "config.json"):
+        with reading(path):
+            eos = read_json(path).get("eos_token_id")  # a number, a list or null
+            if eos is not None:
+                listed = eos if isinstance(eos, list) else [eos]
+                return frozenset(map(operator.index, [tokenizer_eos, *listed]))
+    return frozenset([tokenizer_eos])
 
 
 def load_decoder(
