@@ -47,7 +47,7 @@ def rotary(
     (a, b) -> (a cos - b sin, b cos + a sin). With the two weights (d,), q and k first go through RMSNorm per head.
 
     qkv (B, T, (H + 2K) d), in this order; cos, sin float32 (T, d/2), or (B, T, d/2) when positions differ by sequence.
-    Returns q (B, T, H, d), k (B, T, K, d) and v (B, T, K, d), a view or a copy, in qkv's dtype.
+    Returns q (B, T, H, d), k (B, T, K, d) and v (B, T, K, d) in qkv's dtype.
     """
     heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))  # (B, T, H + 2K, d)
     q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=-2)

@@ -5,8 +5,8 @@ heads inside packed rows, a copy. Arithmetic is float32; results are rounded onc
 same angles and writes the packed gradient of q, k and v in one launch. Formula: `reference.rotary`.
 
 Attention keeps q, k and v for its backward pass. A v that is a view of the packed product would keep all of it, (2H +
-3K) d elements of each token. The launch therefore copies v, and (H + 2K) d are kept. With the norm of each head the
-backward pass needs the product again, and v stays a view.
+3K) d elements of each token. The launch therefore copies v, and (H + 2K) d are kept. Only the norm of each head needs
+the product again in its backward pass.
 """
 
 import math
@@ -64,7 +64,7 @@ def rotary_forward_kernel(
     qkv_ptr,  # (B, length, (H + 2K) d) with the strides below, 1 in the last dimension
     cos_ptr, sin_ptr,  # float32 (length, d/2), or (B, length, d/2) with angle_stride between sequences
     q_weight_ptr, k_weight_ptr,  # norm weights (d,), or None without the norm of each head
-    q_ptr, k_ptr, v_ptr,  # outputs (B, length, H or K, d), contiguous; v only without the norms
+    q_ptr, k_ptr, v_ptr,  # outputs (B, length, H or K, d), contiguous
     length, batch_stride, token_stride, angle_stride, eps,
     H: tl.constexpr, K: tl.constexpr, HALF: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
@@ -75,7 +75,7 @@ def rotary_forward_kernel(
     """
     q_tiles: tl.constexpr = H // HEADS
     k_tiles: tl.constexpr = K // HEADS
-    tiles: tl.constexpr = q_tiles + k_tiles * (1 if v_ptr is None else 2)
+    tiles: tl.constexpr = q_tiles + 2 * k_tiles
     tile = tl.program_id(0) % tiles
     is_q, is_rotated = tile < q_tiles, tile < q_tiles + k_tiles
     batch, position = locate_tokens(tl.program_id(0) // tiles, length, TOKENS)
@@ -91,10 +91,10 @@ def rotary_forward_kernel(
         weight_a, weight_b = load_pairs(weight_ptr, pair, HALF, pair < HALF)
         squares = tl.sum(a * a + b * b, 2, keep_dims=True)
         rstd = tl.rsqrt(squares / (2 * HALF) + tl.cast(eps, tl.float32))
-        a, b = a * rstd * weight_a, b * rstd * weight_b
+        a = tl.where(is_rotated, a * rstd * weight_a, a)
+        b = tl.where(is_rotated, b * rstd * weight_b, b)
     out_ptr = q_ptr if is_q else k_ptr
-    if v_ptr is not None:
-        out_ptr = out_ptr if is_rotated else v_ptr
+    out_ptr = out_ptr if is_rotated else v_ptr
     head -= tl.where(is_q, 0, tl.where(is_rotated, H, H + K))
     target = ((batch * length + position) * tl.where(is_q, H, K) + head) * (2 * HALF) + pair
     store_pairs(out_ptr, target, HALF, inside, a * cos - b * sin, b * cos + a * sin)
@@ -187,7 +187,7 @@ def sequence_stride(table: Tensor) -> int:
 
 
 def rotary_forward_fake(qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, eps):
-    heads = num_heads, num_kv_heads, num_kv_heads if q_weight is None else 0
+    heads = num_heads, num_kv_heads, num_kv_heads
     return tuple(qkv.new_empty((*qkv.shape[:2], n, 2 * cos.shape[-1])) for n in heads)
 
 
@@ -196,16 +196,16 @@ def rotary_forward(
     qkv: Tensor, cos: Tensor, sin: Tensor, num_heads: int, num_kv_heads: int,
     q_weight: Tensor | None, k_weight: Tensor | None, eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """q (B, T, H, d), k and v (B, T, K, d) of packed rows (B, T, (H + 2K) d); v has no heads with the norms."""
+    """q (B, T, H, d), k and v (B, T, K, d) of packed rows (B, T, (H + 2K) d)."""
     q, k, v = rotary_forward_fake(qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, eps)
     qkv, cos, sin = with_unit_stride(qkv), cos.contiguous(), sin.contiguous()
     batch, length, _ = qkv.shape
     constants = kernel_constants(num_heads, num_kv_heads, cos.shape[-1])
-    tiles = (q.shape[2] + k.shape[2] + v.shape[2]) // constants["HEADS"]
+    tiles = (num_heads + 2 * num_kv_heads) // constants["HEADS"]
     programs = batch * triton.cdiv(length, constants["TOKENS"]) * tiles
     if programs:
         rotary_forward_kernel[(programs,)](
-            qkv, cos, sin, q_weight, k_weight, q, k, v if q_weight is None else None,
+            qkv, cos, sin, q_weight, k_weight, q, k, v,
             length, qkv.stride(0), qkv.stride(1), sequence_stride(cos), eps, **constants, num_warps=NUM_WARPS,
         )  # fmt: skip
     return q, k, v
@@ -252,12 +252,10 @@ class FusedRotary(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, eps):
-        """Keeps the tables, and qkv only if the norm of each head needs it again: then v is a view of it."""
+        """Keeps the tables, and qkv only if the norm of each head needs it again."""
         q, k, v = rotary_forward(qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, eps)
         ctx.save_for_backward(None if q_weight is None else qkv, cos, sin, q_weight, k_weight)
         ctx.eps = eps
-        if q_weight is not None:
-            v = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))[:, :, num_heads + num_kv_heads :]
         return q, k, v
 
     @staticmethod

@@ -38,6 +38,7 @@ NORMS: dict[str, tuple[NormParameter, ...]] = {
     "derf": (ALPHA, SHIFT, WEIGHT, BIAS),
     "none": (),
 }
+NORMS_WITH_BIAS = ", ".join(norm for norm, parameters in NORMS.items() if BIAS in parameters)
 NORM_GROUPS = 8  # slices of the channels for the norm `group`
 PLACEMENTS = {"pre": 2, "post": 2, "sandwich": 4, "output": 2}  # where the norms are: how many norms a layer then has
 # Types of rope_scaling, and the numbers that each needs; model/rope.py has the formulas.
@@ -46,8 +47,8 @@ ROPE_SCALING = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
 }
-GATED = ("swiglu", "geglu", "reglu", "glu")  # MLPs with three matrices: gate, up and down
-PLAIN = ("relu", "gelu")  # MLPs with two: up and down
+# MLPs: True are gated, with the matrices gate, up and down; the others have up and down.
+MLPS = {"swiglu": True, "geglu": True, "reglu": True, "glu": True, "relu": False, "gelu": False}
 
 
 # Fields have the names of Hugging Face's config.json; the text under a field is its help on the command line.
@@ -88,9 +89,8 @@ class ModelConfig:
     """Where the norms are. pre: before each block, and before the head. post: after each residual addition, as in the
     original Transformer, and none before the head. sandwich: pre, and another norm on the output of each block.
     output: on the output of each block, and before the head, as in OLMo 2."""
-    norm_bias: Annotated[bool | None, DisallowNone, arg(help_behavior_hint="")] = None
-    """Whether the norms have a bias. Default: layer, center, group, batch, dyt and derf do; rms, prms, offset and l2 do
-    not. srms and none have no parameters, and never a bias."""
+    norm_bias: Annotated[bool | None, DisallowNone, arg(help_behavior_hint=f"(default: with {NORMS_WITH_BIAS})")] = None
+    """Whether the norms have a bias. srms and none have no parameters, and never a bias."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the mean square (LayerNorm: the variance) under the square root, with l2 to the length, so that nothing
     is divided by zero."""
@@ -104,7 +104,7 @@ class ModelConfig:
     """Whether the output head uses the embedding matrix, instead of a matrix of its own."""
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of the initial weights; o_proj and down_proj get 1/sqrt(2 num_hidden_layers) of it."""
-    mlp: Literal[*GATED, *PLAIN] = "swiglu"
+    mlp: Literal[*MLPS] = "swiglu"
     """The MLP. swiglu, geglu, reglu, glu: gated, the gate's activation being silu, gelu, relu or sigmoid. relu, gelu:
     not gated, with 3/2 of intermediate_size and so as many parameters."""
 
@@ -121,7 +121,7 @@ class ModelConfig:
             raise UserError(f"heads are {self.resolved_head_dim} wide; rotary positions need an even head_dim.")
         if self.norm == "group" and width % NORM_GROUPS:
             raise UserError(f"hidden_size {width} is not a multiple of {NORM_GROUPS}, as --norm group needs.")
-        if self.mlp in PLAIN and self.intermediate_size % 2:
+        if not self.has_gate and self.intermediate_size % 2:
             raise UserError(f"intermediate_size {self.intermediate_size} must be even for --mlp {self.mlp}.")
         if self.rope_scaling is not None:
             for key in ROPE_SCALING[self.rope_scaling["rope_type"]]:
@@ -131,13 +131,18 @@ class ModelConfig:
         # Equal models must have equal configurations, so a value that changes nothing becomes None, the default.
         if self.head_dim is not None and self.head_dim * heads == width:
             object.__setattr__(self, "head_dim", None)
-        default_parameters = NORMS[self.norm]
-        if not default_parameters or self.norm_bias == (BIAS in default_parameters):
+        is_default = self.norm_bias == (BIAS in NORMS[self.norm])
+        has_parameters = bool(NORMS[self.norm])
+        if is_default or not has_parameters:
             object.__setattr__(self, "norm_bias", None)
 
     @property
     def resolved_head_dim(self) -> int:
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_attention_heads
+
+    @property
+    def has_gate(self) -> bool:
+        return MLPS[self.mlp]
 
     @property
     def packed_matrices(self) -> dict[str, dict[str, int]]:

@@ -55,22 +55,25 @@ class Layer(nn.Module):
         self.attention_output_layernorm = Norm(config) if on_block_output else None
         self.mlp_output_layernorm = Norm(config) if on_block_output else None
 
-    def forward(self, x: Tensor, residual: Tensor | None, *attention_inputs) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, residual: Tensor | None,
+        cos: Tensor, sin: Tensor, mask: Tensor | None, cache: KeyValueCache | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Take and return the output of the last block and the residual stream without it, (B, T, D) each.
 
         A `residual` of None stands for zeros: before the first layer, and always with `post` and `output`.
         """
         if self.placement == "post":  # x = norm(x + attention(x)); x = norm(x + mlp(x))  (Vaswani et al. 2017)
-            x, _ = self.input_layernorm(self.self_attn(x, *attention_inputs), x)
+            x, _ = self.input_layernorm(self.self_attn(x, cos, sin, mask, cache), x)
             x, _ = self.post_attention_layernorm(self.mlp(x), x)
             return x, None
         if self.placement == "output":  # x = x + norm(attention(x)); x = x + norm(mlp(x))  (OLMo 2, arXiv 2501.00656)
-            y, _ = self.attention_output_layernorm(self.self_attn(x, *attention_inputs))
+            y, _ = self.attention_output_layernorm(self.self_attn(x, cos, sin, mask, cache))
             x = x + y
             y, _ = self.mlp_output_layernorm(self.mlp(x))
             return x + y, None
         x, residual = self.input_layernorm(x, residual)  # residual += x; x = norm(residual)
-        x = self.self_attn(x, *attention_inputs)
+        x = self.self_attn(x, cos, sin, mask, cache)
         if self.placement == "sandwich":
             x, _ = self.attention_output_layernorm(x)
         x, residual = self.post_attention_layernorm(x, residual)  # residual += x; x = norm(residual)
@@ -123,11 +126,11 @@ class Decoder(nn.Module):
         if padding is None and start + length > self.config.max_position_embeddings:
             raise ValueError(f"{start + length} tokens exceed the context of {self.config.max_position_embeddings}")
         cos, sin = self.rope(start, length, padding)
-        attention_inputs = cos, sin, attention_mask(start, length, padding, tokens.device, documents), cache
+        mask = attention_mask(start, length, padding, tokens.device, documents)
         x = F.embedding(tokens, self.embed_tokens.weight).to(self.compute_dtype)  # (B, T, D)
         residual = None
         for layer in self.layers:
-            inputs = x, residual, *attention_inputs
+            inputs = x, residual, cos, sin, mask, cache
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x, residual = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
             else:

@@ -31,15 +31,19 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device, stored: torch.dtype | None = None) -> torch.dtype:
-    """What `--dtype name` means: the dtype of activations, in generation of weights too. stored: the dtype in files."""
+    """What `--dtype name` means: the dtype of activations, in generation of weights too. stored: the dtype in files.
+
+    On a CPU, `auto` rounds no weights of files, and is bfloat16 only where the processor multiplies it.
+    """
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
+    if device.type != "cpu" or stored not in (None, torch.bfloat16):
+        return torch.float32
     has_instructions = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     uses_them = torch.backends.cpu.get_cpu_capability() == "AVX512"  # ATEN_CPU_CAPABILITY can rule it out
-    stays_exact = stored in (None, torch.bfloat16)  # on a CPU, `auto` does not round the weights of files
-    return torch.bfloat16 if device.type == "cpu" and has_instructions and uses_them and stays_exact else torch.float32
+    return torch.bfloat16 if has_instructions and uses_them else torch.float32
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ network as it is, in float32 and evaluation mode, with forward hooks; so not in 
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,22 +45,26 @@ class Inspection:
 
 def inspect(decoder: Decoder, ids: Sequence[int]) -> Inspection:
     """Measure one forward pass over 1 to `MAX_TOKENS` ids; `UserError` for any other number of them."""
-    names = {module: name for name, module in decoder.named_modules() if isinstance(module, Norm | Attention | Layer)}
+    names = {module: name for name, module in decoder.named_modules()}
     norms = []
     measured = {}
 
-    def record(module: nn.Module, inputs: tuple, outputs: Tensor | tuple) -> None:
-        if isinstance(module, Norm):
-            norms.append(names[module])
-            fields = measure_norm(module, outputs[1][0])
-        elif isinstance(module, Attention):
-            fields = measure_attention(module, *inputs[:3], ids)
-        else:
-            fields = predict(decoder, *outputs)
+    def record(fields: dict[str, Tensor]) -> None:
         for field, tensor in fields.items():
             measured.setdefault(field, []).append(tensor.cpu())
 
-    losses = token_losses(decoder, ids, names, record)
+    def read_norm(norm: Norm, _: tuple, outputs: tuple[Tensor, Tensor]) -> None:
+        norms.append(names[norm])
+        record(measure_norm(norm, outputs[1][0]))
+
+    def read_attention(attention: Attention, inputs: tuple, _: Tensor) -> None:
+        record(measure_attention(attention, *inputs[:3], ids))
+
+    def read_layer(_: Layer, inputs: tuple, outputs: tuple[Tensor, Tensor | None]) -> None:
+        record(predict(decoder, *outputs))
+
+    hooks = {Norm: read_norm, Attention: read_attention, Layer: read_layer}
+    losses = token_losses(decoder, ids, {module: hooks[type(module)] for module in names if type(module) in hooks})
     stacked = {field: torch.stack(tensors) for field, tensors in measured.items()}
     chance = math.sqrt(2 / (math.pi * decoder.config.hidden_size))
     return Inspection(norms=tuple(norms), chance=chance, losses=losses, **stacked)
@@ -74,24 +78,24 @@ def surgery(decoder: Decoder, ids: Sequence[int], change: str, norm: str | None 
         choices = f"changes are {', '.join(CHANGES)}; norms are {', '.join(norms)}"
         raise UserError(f"there is no change {change}{of_norm}: {choices}.")
 
-    def replace_output(module: Norm, _: tuple, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def run_changed_norm(module: Norm, _: tuple, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         s = outputs[1]  # (1, T, D)
         return CHANGES[change](copy.deepcopy(module), s), s
 
-    changed_norms = norms.values() if norm is None else [norms[norm]]
-    return token_losses(decoder, ids, changed_norms, replace_output) - token_losses(decoder, ids, [], replace_output)
+    chosen_norms = norms.values() if norm is None else [norms[norm]]
+    return token_losses(decoder, ids, dict.fromkeys(chosen_norms, run_changed_norm)) - token_losses(decoder, ids, {})
 
 
 @torch.no_grad()
-def token_losses(decoder: Decoder, ids: Sequence[int], modules: Iterable[nn.Module], hook: Callable) -> Tensor:
-    """The losses (T - 1,) of one forward pass with a forward hook on these modules."""
+def token_losses(decoder: Decoder, ids: Sequence[int], hooks: Mapping[nn.Module, Callable]) -> Tensor:
+    """The losses (T - 1,) of one forward pass with these forward hooks of modules."""
     if not 1 <= len(ids) <= min(MAX_TOKENS, decoder.config.max_position_embeddings):
         raise UserError(f"the text has {len(ids)} tokens; give 1 to {MAX_TOKENS}, within the model's context.")
     tokens = torch.tensor([[*ids]], device=decoder.embed_tokens.weight.device)
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, decoder, "compute_dtype", decoder.compute_dtype)
         stack.callback(decoder.train, decoder.training)
-        for module in modules:
+        for module, hook in hooks.items():
             stack.enter_context(module.register_forward_hook(hook))
         decoder.eval().compute_dtype = torch.float32
         return decoder(tokens, F.pad(tokens[:, 1:], (0, 1), value=IGNORED))[0, :-1].cpu()
@@ -157,7 +161,7 @@ def filled(norm: Norm, s: Tensor, **values: float) -> Tensor:
 
 
 def common_statistics(norm: Norm, s: Tensor) -> Tensor:
-    """The statistics are those of all tokens together instead of each token's."""
+    """One mean and variance for the text instead of one for each token."""
     for tensor in (*norm.parameters(), *norm.buffers()):
         tensor.data = tensor.repeat_interleave(s.shape[1]) if tensor.ndim else tensor  # (D,) -> (D T,)
     if norm.kind == "l2":  # a row's length grows with the square root of its width

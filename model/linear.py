@@ -13,8 +13,8 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        # A frozen copy of the weight for decoding on a CPU, made by `generation.steps`: integers, a scale of each row.
         self.int8: tuple[Tensor, Tensor] | None = None
-        """The weight as integers and the scale of each row, for decoding on a CPU; not updated with the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return kernels.linear(x, self.weight, self.bias)

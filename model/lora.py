@@ -11,20 +11,23 @@ from model.linear import Linear
 
 
 class LoraLinear(nn.Module):
-    """y = W x + (alpha / r) B A x (Hu et al. 2021, arXiv 2106.09685, section 4.1), with W and its bias frozen. If W
-    packs n matrices, of `rows` each, so do A (n r, in) and B (out, r)."""
+    """y = W x + (alpha / r) B A x (Hu et al. 2021, arXiv 2106.09685, section 4.1), with W and its bias frozen.
 
-    def __init__(self, linear: Linear, rows: list[int], rank: int, scale: float):
+    If W packs n matrices, with `packed_rows` rows, then A (n r, in) and B (out, r) pack theirs in the same order.
+    """
+
+    def __init__(self, linear: Linear, packed_rows: list[int], rank: int, scale: float):
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
-        self.rows = rows
+        self.packed_rows = packed_rows
         self.scale = scale
-        self.lora_A = Linear(self.weight.shape[1], rank * len(rows))
+        self.lora_A = Linear(self.weight.shape[1], rank * len(packed_rows))
         self.lora_B = Linear(rank, len(self.weight))
 
     def forward(self, x: Tensor) -> Tensor:
-        reduced = (self.scale * self.lora_A(x)).chunk(len(self.rows), dim=-1)  # (..., r) each
-        updates = [kernels.linear(z, b) for z, b in zip(reduced, self.lora_B.weight.split(self.rows), strict=True)]
+        reduced = (self.scale * self.lora_A(x)).chunk(len(self.packed_rows), dim=-1)  # (..., r) each
+        b_matrices = self.lora_B.weight.split(self.packed_rows)
+        updates = [kernels.linear(z, b) for z, b in zip(reduced, b_matrices, strict=True)]
         return kernels.linear(x, self.weight, self.bias) + torch.cat(updates, dim=-1)
 
 

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kernels
-from model.config import PLAIN, ModelConfig
+from model.config import ModelConfig
 from model.linear import Linear
 
 # The activation of the gate (Shazeer 2020, equations 5 and 6), or of the plain MLP. SwiGLU's, silu, is in its kernel.
@@ -17,22 +17,24 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.kind = config.mlp
+        self.has_gate = config.has_gate
         width = config.intermediate_size
-        if self.kind in PLAIN:
+        if self.has_gate:
+            self.gate_up_proj = Linear(config.hidden_size, 2 * width)  # rows of gate, then rows of up
+        else:
             width = config.intermediate_size * 3 // 2  # as many parameters as with a gate
             self.up_proj = Linear(config.hidden_size, width)
-        else:
-            self.gate_up_proj = Linear(config.hidden_size, 2 * width)  # rows of gate, then rows of up
         self.down_proj = Linear(width, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
+        has_adapter = not isinstance(self.down_proj, Linear)  # LoRA replaced it
+        if self.kind == "swiglu" and not has_adapter:  # both products and SwiGLU as one function
+            return kernels.swiglu_mlp(x, self.gate_up_proj.weight, self.down_proj.weight)
         if self.kind == "swiglu":
-            if isinstance(self.down_proj, Linear):  # both products and SwiGLU as one; not with LoRA
-                return kernels.swiglu_mlp(x, self.gate_up_proj.weight, self.down_proj.weight)
             hidden = kernels.swiglu(self.gate_up_proj(x))
-        elif self.kind in PLAIN:
-            hidden = ACTIVATIONS[self.kind](self.up_proj(x).float())
-        else:
+        elif self.has_gate:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
             hidden = ACTIVATIONS[self.kind](gate.float()) * up.float()
+        else:
+            hidden = ACTIVATIONS[self.kind](self.up_proj(x).float())
         return self.down_proj(hidden.to(x.dtype))

@@ -11,7 +11,7 @@ from model.config import ModelConfig
 def frequencies(config: ModelConfig) -> Tensor:
     """Rotation per position of each pair of elements, in radians, float64 (d/2,): theta^(-2i/d) (Su et al. 2021).
 
-    For longer contexts, `rope_scaling` divides each by `factor`, except a share of it, `unscaled`.
+    For longer contexts, `rope_scaling` divides each by `factor`. A pair keeps the share `unscaled` of its frequency.
     """
     pairs = torch.arange(config.resolved_head_dim // 2, dtype=torch.float64, device="cpu")
     frequency = config.rope_theta ** -(2 * pairs / config.resolved_head_dim)
@@ -33,8 +33,8 @@ def frequencies(config: ModelConfig) -> Tensor:
 def yarn_ramp(config: ModelConfig) -> tuple[float, float]:
     """Indices of the last pair that keeps its frequency and the first that is fully scaled (Peng et al. 2023, 3.2).
 
-    They are where a pair makes `beta_fast` and `beta_slow` turns in the original context. In between, the share is
-    linear in the index, as in the authors' code and in transformers; in the paper, in the number of turns.
+    They are where a pair makes `beta_fast` and `beta_slow` turns in the original context. In between, `unscaled` falls
+    linearly with the index of the pair, as in the authors' code and transformers; in the paper, with the turns.
     """
     scaling = config.rope_scaling
 
@@ -72,7 +72,7 @@ class Rope(nn.Module):
         self.sin = (factor * angles.sin()).float().to(self.sin.device)
 
     def _apply(self, fn, recurse: bool = True):
-        """Move with the model to a device but stay float32: bfloat16 cannot tell positions above 256 apart."""
+        """nn.Module.to() calls it. The tables move but stay float32: bfloat16 cannot tell positions above 256 apart."""
         cos, sin = self.cos, self.sin
         super()._apply(fn, recurse)
         self.cos, self.sin = cos.to(self.cos.device), sin.to(self.sin.device)
