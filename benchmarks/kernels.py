@@ -134,7 +134,7 @@ def loss_case(device: torch.device, rows: int, hidden: int, vocabulary: int) -> 
         return x, weight, torch.randint(vocabulary, (rows,), device=device), torch.tensor(1 / rows, device=device)
 
     def ours(x, weight, targets, mean):
-        return (kernels.linear_cross_entropy(x, weight, targets, token_weights=mean),)
+        return (kernels.linear_cross_entropy(x, weight, targets, token_weight=mean),)
 
     def all_logits(x, weight, targets, _):
         return (reference.linear_cross_entropy(x, weight, targets).mean(),)

@@ -54,8 +54,8 @@ class TransformersBaseline(nn.Module):
         self.model = transformers_model(config)
         self.dtype = compute_dtype
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, token_weights: Tensor | None = None) -> Tensor:
-        """The mean loss, which is what the `token_weights` of a training step ask for."""
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, token_weight: Tensor | None = None) -> Tensor:
+        """The mean loss, which is what the `token_weight` of a training step ask for."""
         with torch.autocast(tokens.device.type, self.dtype, enabled=self.dtype != torch.float32):
             return self.model(input_ids=tokens, labels=tokens, shift_labels=targets, use_cache=False).loss
 

@@ -215,8 +215,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         return dx, dweight, None, None
 
 
-def linear_cross_entropy(x, weight, targets, token_weights=None):
+def linear_cross_entropy(x, weight, targets, token_weight=None):
     """As `reference.linear_cross_entropy`, without float32 logits of all tokens."""
     needs_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     losses = LinearCrossEntropy.apply(x, weight.to(x.dtype), targets, needs_gradients)
-    return losses if token_weights is None else (losses * token_weights.detach()).sum()
+    return losses if token_weight is None else (losses * token_weight.detach()).sum()

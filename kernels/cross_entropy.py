@@ -1,10 +1,10 @@
 """The head's loss, -log softmax(W x)[target], without the logits of all tokens; cuBLAS computes the products.
 
 Tokens are processed in chunks whose logits fit in WORKSPACE bytes. A kernel turns a chunk's logits, as the product
-rounded them, into losses and, in place, into the gradient: the token's weight times (softmax - onehot). Two products
-make dx and dweight from it, in float32, rounded once at the end. The next chunk reuses the memory of the logits.
+rounded them, into losses and, in place, into the gradient softmax - onehot. Two products make dx and dweight from it,
+in float32, rounded once at the end. The next chunk reuses the memory of the logits.
 
-With the weights of the tokens, the forward pass computes both gradients of the weighted sum: 3 products, the minimum.
+With the weight of a token, the forward pass computes both gradients of the weighted sum: 3 products, the minimum.
 The losses of single tokens have gradients that need the upstream gradient first: where they are needed, the reference
 runs, with the logits of all tokens in memory. The host never waits for a result.
 """
@@ -106,30 +106,6 @@ def chunk_rows(rows: int, vocabulary: int, itemsize: int) -> int:
     return rows if rows <= fitting else max(fitting // 128 * 128, 128)
 
 
-def run_chunks(x, weight, targets, token_weights, needs_dx, needs_dweight):
-    """Losses (N,), and with token_weights (N,) the gradients of their weighted sum, in float32, as x and weight."""
-    rows, vocabulary = x.shape[0], weight.shape[0]
-    chunk = chunk_rows(rows, vocabulary, x.element_size())
-    targets = targets.contiguous()
-    loss = x.new_empty(rows, dtype=torch.float32)
-    dx = x.new_empty(x.shape if needs_dx else 0, dtype=torch.float32)
-    dweight = weight.new_empty(weight.shape if needs_dweight else 0, dtype=torch.float32)
-    buffer = allocate_logits(min(chunk, rows), vocabulary, x)
-    for start in range(0, rows, chunk):
-        tokens = slice(start, start + chunk)
-        logits = buffer[: rows - start, :vocabulary]
-        torch.mm(x[tokens], weight.t(), out=logits)
-        if vocabulary % 16:
-            buffer[:, vocabulary:] = float("-inf")  # classes without probability: the kernel needs no other mask
-        chunk_weights = None if token_weights is None else token_weights[tokens]
-        cross_entropy(logits, targets[tokens], chunk_weights, loss[tokens])
-        if needs_dx:
-            multiply(logits, weight, dx[tokens], add=False)
-        if needs_dweight:
-            multiply(logits.t(), x[tokens], dweight, add=start > 0)
-    return loss, dx, dweight
-
-
 def multiply(a: Tensor, b: Tensor, total: Tensor, *, add: bool) -> None:
     """Write a @ b to total, or add it, in float32 for a and b of any dtype; only CUDA has such 16-bit products."""
     if a.dtype == torch.float32 or a.device.type == "cpu" or torch.version.hip:
@@ -138,31 +114,40 @@ def multiply(a: Tensor, b: Tensor, total: Tensor, *, add: bool) -> None:
         torch.addmm(total, a, b, out_dtype=torch.float32, beta=int(add), out=total)
 
 
-def loss_gradients_fake(x, weight, targets, token_weights, needs_dx, needs_dweight):
-    shapes = x.shape[:1], x.shape if needs_dx else (0,), weight.shape if needs_dweight else (0,), ()
+def loss_gradients_fake(x, weight, targets, needs_dx, needs_dweight):
+    shapes = x.shape[:1], x.shape if needs_dx else (0,), weight.shape if needs_dweight else (0,)
     return tuple(x.new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
 @register_op(loss_gradients_fake)
 def loss_gradients(
-    x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None, needs_dx: bool, needs_dweight: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses (N,); the gradients of their weighted sum divided by the largest weight, in float32 or empty; that weight.
+    x: Tensor, weight: Tensor, targets: Tensor, needs_dx: bool, needs_dweight: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses (N,), and the gradients of their sum that are needed, as x and weight but float32; others are empty.
 
-    1/N times a small probability would vanish in float16, and where all weights are equal, -1 of -onehot needs no
-    rounding, whereas -1/N would be rounded in the same direction for all tokens. So the caller multiplies the gradients
-    by the largest weight (see `rescale`). Without weights: the losses alone.
+    The caller multiplies them by the weight of a token: 1/N times a small probability would vanish in float16, and -1
+    of -onehot needs no rounding, whereas -1/N would be rounded in the same direction for all tokens.
     """
-    if not len(x):
-        outputs = loss_gradients_fake(x, weight, targets, token_weights, needs_dx, needs_dweight)
-        return tuple(output.zero_() for output in outputs)
-    if token_weights is None:
-        return *run_chunks(x, weight, targets, None, False, False), x.new_ones((), dtype=torch.float32)
-    token_weights = token_weights.float().masked_fill(targets == reference.IGNORED, 0.0)
-    largest_weight = torch.linalg.vector_norm(token_weights, float("inf"))
-    largest_weight = largest_weight.masked_fill(largest_weight == 0, 1.0)
-    loss, dx, dweight = run_chunks(x, weight, targets, token_weights / largest_weight, needs_dx, needs_dweight)
-    return loss, dx, dweight, largest_weight
+    loss, dx, dweight = loss_gradients_fake(x, weight, targets, needs_dx, needs_dweight)
+    rows, vocabulary = x.shape[0], weight.shape[0]
+    if rows == 0:
+        return loss, dx, dweight.zero_()
+    chunk = min(chunk_rows(rows, vocabulary, x.element_size()), rows)
+    ones = torch.ones(chunk, device=x.device) if needs_dx or needs_dweight else None
+    targets = targets.contiguous()
+    buffer = allocate_logits(chunk, vocabulary, x)
+    for start in range(0, rows, chunk):
+        tokens = slice(start, start + chunk)
+        logits = buffer[: rows - start, :vocabulary]
+        torch.mm(x[tokens], weight.t(), out=logits)
+        if vocabulary % 16:
+            buffer[:, vocabulary:] = float("-inf")  # classes without probability: the kernel needs no other mask
+        cross_entropy(logits, targets[tokens], ones, loss[tokens])
+        if needs_dx:
+            multiply(logits, weight, dx[tokens], add=False)
+        if needs_dweight:
+            multiply(logits.t(), x[tokens], dweight, add=start > 0)
+    return loss, dx, dweight
 
 
 def rescale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -174,34 +159,33 @@ class WeightedCrossEntropy(torch.autograd.Function):
     """The weighted sum of the losses; the forward pass makes the gradients. See `linear_cross_entropy`."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, token_weights, *needs):
-        losses, dx, dweight, largest_weight = loss_gradients(x, weight.to(x.dtype), targets, token_weights, *needs)
+    def forward(ctx, x, weight, targets, token_weight, *needs):
+        losses, dx, dweight = loss_gradients(x, weight.to(x.dtype), targets, *needs)
         ctx.dtypes = x.dtype, weight.dtype
-        ctx.save_for_backward(dx, dweight, largest_weight)
-        return (losses * token_weights).sum()
+        ctx.save_for_backward(dx, dweight, token_weight)
+        return (losses * token_weight).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         """Scaled out of place: what was saved must serve a second backward pass (retain_graph)."""
-        dx, dweight, largest_weight = ctx.saved_tensors
-        factor = (grad * largest_weight)[None]
+        dx, dweight, token_weight = ctx.saved_tensors
+        factor = (grad * token_weight)[None]
         needs_dx, needs_dweight = ctx.needs_input_grad[:2]
         dx = rescale(dx, factor, ctx.dtypes[0]) if needs_dx else None
         dweight = rescale(dweight, factor, ctx.dtypes[1]) if needs_dweight else None
         return dx, dweight, None, None, None, None
 
 
-def linear_cross_entropy(x, weight, targets, token_weights=None):
+def linear_cross_entropy(x, weight, targets, token_weight=None):
     """As `reference.linear_cross_entropy`, which runs for gradients of the losses of single tokens.
 
     A target that is no class gives a NaN loss and NaN gradients.
     """
     needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
     if not any(needs):
-        losses, *_ = loss_gradients(x, weight.to(x.dtype), targets, None, False, False)
-        return losses if token_weights is None else (losses * token_weights.detach().float()).sum()
-    if token_weights is None:
+        losses, *_ = loss_gradients(x, weight.to(x.dtype), targets, False, False)
+        return losses if token_weight is None else (losses * token_weight.detach()).sum()
+    if token_weight is None:
         return reference.linear_cross_entropy(x, weight, targets)
-    token_weights = token_weights.detach().float().expand(targets.shape)
-    return WeightedCrossEntropy.apply(x, weight, targets, token_weights, *needs)
+    return WeightedCrossEntropy.apply(x, weight, targets, token_weight.detach(), *needs)

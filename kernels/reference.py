@@ -83,17 +83,16 @@ def swiglu_mlp(x: Tensor, gate_up_weight: Tensor, down_weight: Tensor) -> Tensor
     return linear(swiglu(linear(x, gate_up_weight)), down_weight)
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, token_weights: Tensor | None = None) -> Tensor:
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, token_weight: Tensor | None = None) -> Tensor:
     """The loss -log softmax(W x)[target] of each token, in nats; 0 where the target is IGNORED.
 
     x (N, D); weight (V, D); targets (N,) int64. Product in x's dtype, softmax in float32. Returns float32 (N,).
-    token_weights, float32 (N,) or one for all, 0-dimensional: return the sum of weight times loss instead, a float32
-    scalar. Training wants this one number: a GPU computes its gradients without the logits of all tokens in memory.
-    The weights are constants: no gradient flows to them.
+    token_weight, float32 and 0-dimensional: return the sum of the losses times it instead. Training wants this one
+    number: a GPU computes its gradients without the logits of all tokens in memory. No gradient flows to the weight.
     """
     logits = linear(x, weight).float()  # (N, V)
     losses = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
-    return losses if token_weights is None else (losses * token_weights.detach()).sum()
+    return losses if token_weight is None else (losses * token_weight.detach()).sum()
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -107,13 +107,13 @@ class Decoder(nn.Module):
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None,
-        *, token_weights: Tensor | None = None,
+        *, token_weight: Tensor | None = None,
         cache: KeyValueCache | None = None, padding: Tensor | None = None, last_only: bool = False,
     ) -> Tensor:  # fmt: skip
         """Logits of tokens (B, T) int64: float32 (B, T, V), or (B, 1, V) of the last position with `last_only`.
 
         targets (B, T) int64: return the losses instead, in nats, float32 (B, T), 0 where a target is `IGNORED`.
-        token_weights, float32 (B, T) or 0-dimensional: return the sum of weight times loss, cheaper to train on.
+        token_weight, float32, 0-dimensional: return the sum of the losses times it, which is cheaper to train on.
         documents (B, T) int64, not with a cache: an id of each token's document, the only one that the token sees. Its
         rotary position is still its place in the row, since attention depends on differences of positions.
         cache: earlier keys and values of the same sequences; the tokens follow them and are appended.
@@ -145,9 +145,8 @@ class Decoder(nn.Module):
         if targets is None:
             return self.head(x).float()
         inputs = x.flatten(0, 1), self.head.weight, targets.flatten()
-        if token_weights is not None:
-            return kernels.linear_cross_entropy(*inputs, token_weights.flatten())
-        return kernels.linear_cross_entropy(*inputs).view_as(targets)
+        losses = kernels.linear_cross_entropy(*inputs, token_weight)
+        return losses.view_as(targets) if token_weight is None else losses
 
 
 @torch.no_grad()

@@ -55,7 +55,7 @@ def train_step(
         tensors = [tensor.to(device, non_blocking=device.type == "cuda") for tensor in micro_batch]
         is_last = i == len(micro_batches) - 1  # its backward pass exchanges the gradients of all
         with contextlib.nullcontext() if is_last else no_sync():
-            loss = model(*tensors, token_weights=token_weight)
+            loss = model(*tensors, token_weight=token_weight)
             scaler.scale(loss).backward()
         total += loss.detach()
     loss = processes.sum(total.item()) / processes.count

@@ -61,7 +61,7 @@ def test_a_query_sees_the_positions_of_its_mask_and_a_single_one_without_mask_al
         assert relative(kernel.attention(q, k, v, mask if masks else None), expected) < out
 
 
-ANGLES, TARGETS, WEIGHTS = torch.linspace(-2, 3, 40).view(5, 8), torch.arange(10), torch.linspace(-1, 2, 10)
+ANGLES, TARGETS, WEIGHT = torch.linspace(-2, 3, 40).view(5, 8), torch.arange(10), torch.tensor(0.3)
 COS, SIN = ANGLES.cos(), ANGLES.sin()
 CALLS = {  # a call, and the shapes of its inputs
     "norm": (lambda kernel, *t: kernel.normalize(*t, kind="layer", eps=1e-5), [(2, 5, 16), (16,), (16,), (2, 5, 16)]),
@@ -72,7 +72,7 @@ CALLS = {  # a call, and the shapes of its inputs
     "mlp": (lambda kernel, x, gate_up, down: kernel.swiglu_mlp(x, gate_up, down), [(2, 5, 16), (48, 16), (16, 24)]),
     "linear": (lambda kernel, x, weight, bias: kernel.linear(x, weight, bias), [(2, 5, 16), (24, 16), (24,)]),
     "losses": (lambda kernel, x, weight: kernel.linear_cross_entropy(x, weight, TARGETS), [(10, 16), (50, 16)]),
-    "loss": (lambda kernel, *t: kernel.linear_cross_entropy(*t, TARGETS, token_weights=WEIGHTS), [(10, 16), (50, 16)]),
+    "loss": (lambda kernel, *t: kernel.linear_cross_entropy(*t, TARGETS, token_weight=WEIGHT), [(10, 16), (50, 16)]),
 }
 
 

@@ -54,19 +54,19 @@ def test_losses_and_gradients_equal_the_float64_definition(kernel, draw, assert_
     torch.testing.assert_close(plain, losses, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((N,), BF16), ((1,), F32), ((), BF16)])
-def test_the_weighted_sum_is_a_scalar_with_the_gradients_of_float64(kernel, draw, assert_exact, shape, dtype):
+@pytest.mark.parametrize(("token_weight", "dtype"), [(0.3, BF16), (-1.7, F32)])
+def test_the_weighted_sum_is_a_scalar_with_the_gradients_of_float64(kernel, draw, assert_exact, token_weight, dtype):
     x, weight, targets = inputs(draw, dtype)
-    weights = (draw(N)[0] if shape == () else draw(*shape)).requires_grad_()  # of both signs
+    token_weight = torch.tensor(token_weight).requires_grad_()
     loss, *_ = assert_exact(
-        lambda x, weight: kernel.linear_cross_entropy(x, weight, targets, token_weights=weights),
-        lambda x, weight: (definition(x, weight, targets, dtype) * weights.detach().double()).sum(),
+        lambda x, weight: kernel.linear_cross_entropy(x, weight, targets, token_weight),
+        lambda x, weight: (definition(x, weight, targets, dtype) * token_weight.detach().double()).sum(),
         (x, weight),
         [torch.tensor(-0.7)],
         lambda result_dtype, count: 1e-6 if count == 1 or dtype == F32 else 3.5e-3,
     )
-    plain = kernel.linear_cross_entropy(x, weight, targets, token_weights=weights)
-    assert loss.shape == () and not plain.requires_grad and plain == loss  # the weights are constants
+    plain = kernel.linear_cross_entropy(x, weight, targets, token_weight)
+    assert loss.shape == () and not plain.requires_grad and plain == loss  # the weight is a constant
 
 
 def test_huge_logits_do_not_overflow_and_a_target_of_probability_0_in_float32_has_an_exact_loss(kernel, draw, relative):

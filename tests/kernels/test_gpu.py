@@ -107,14 +107,14 @@ def test_the_loss_and_gradients_are_within_one_rounding_of_float64(relative, eva
     x, weight = normal(1500, 256, mean=0.05, dtype=dtype), normal(vocabulary, 256, mean=0.0, std=0.1)
     targets = torch.arange(1500, device=GPU) * 7 % vocabulary
     targets[::5] = -100
-    weights = normal(1500)
+    token_weight = torch.tensor(0.37, device=GPU)
     logits = cross_entropy.allocate_logits(1500, vocabulary, x)[:, :vocabulary]  # the same product, bit for bit
     torch.mm(x, weight.to(dtype).T, out=logits)
-    expected = test_triton_loss.rounded_reference(x, weight, targets, weights, logits)
+    expected = test_triton_loss.rounded_reference(x, weight, targets, 0.37, logits)
     results = []
     for workspace in (2**30, 2**30, 1):
         monkeypatch.setattr(cross_entropy, "WORKSPACE", workspace)
-        loss = lambda x, weight: gpu.linear_cross_entropy(x, weight, targets, token_weights=weights)  # noqa: E731
+        loss = lambda x, weight: gpu.linear_cross_entropy(x, weight, targets, token_weight)  # noqa: E731
         results.append(evaluate(loss, (x, weight), [torch.tensor(1.0)]))
         # cuBLAS may choose another order of sums for chunks, and then some logits round to their other neighbour.
         tolerances = (1e-5, 1e-5, 1e-5) if dtype == torch.float32 else (1e-5, 1.8e-3, 3e-4)
@@ -133,10 +133,10 @@ CONFIG = ModelConfig(
 
 def test_a_training_step_can_be_captured_in_a_cuda_graph_and_compiled_without_graph_breaks(relative):
     decoder = Decoder(CONFIG, seed=1, compute_dtype=HALF).to(GPU)
-    tokens, weights = torch.randint(1000, (2, 65), device=GPU), normal(2, 64)
+    tokens, token_weight = torch.randint(1000, (2, 65), device=GPU), torch.tensor(0.37, device=GPU)
 
     def step(forward=decoder):
-        loss = forward(tokens[:, :-1], tokens[:, 1:], token_weights=weights)
+        loss = forward(tokens[:, :-1], tokens[:, 1:], token_weight=token_weight)
         loss.backward()
         return loss
 

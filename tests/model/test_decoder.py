@@ -156,9 +156,8 @@ def test_losses_are_the_cross_entropy_of_the_logits_or_0_and_logits_may_be_the_l
     assert (losses[:, -1] == 0).all()
     assert relative(losses, expected) < tolerance(decoder)
     assert relative(decoder(tokens, last_only=True), logits[:, -1:]) < tolerance(decoder)
-    for weights in (torch.rand(tokens.shape), torch.tensor(0.3)):
-        total = decoder(tokens, targets, token_weights=weights)
-        assert total.shape == () and total.item() == pytest.approx((losses * weights).sum().item(), rel=1e-6)
+    total = decoder(tokens, targets, token_weight=torch.tensor(0.3))
+    assert total.shape == () and total.item() == pytest.approx(0.3 * losses.sum().item(), rel=1e-6)
 
 
 @torch.no_grad()
@@ -216,7 +215,7 @@ def test_gradients_of_packed_documents_equal_those_of_one_document_a_row(decoder
     def gradients(batches):
         decoder.zero_grad()
         for batch in batches:
-            decoder(*batch, token_weights=weight).backward()
+            decoder(*batch, token_weight=weight).backward()
         return {name: parameter.grad.clone() for name, parameter in decoder.named_parameters() if parameter.ndim}
 
     cut = [zip(ids[[i]].split(row, 1), targets[[i]].split(row, 1), strict=True) for i, row in enumerate(lengths)]

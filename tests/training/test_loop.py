@@ -159,7 +159,7 @@ def test_the_formula_counts_what_the_forward_pass_keeps(settings, name, rank, dt
         learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         assert estimate.memory(settings, torch.float32, CPU)["gradients"] == 4 * learned
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(tokens, tokens, token_weights=torch.rand(8, 32))
+        model(tokens, tokens, token_weight=torch.rand(()))
     weights = {p.data_ptr() for p in model.parameters()}
     size = sum(storage.nbytes() for address, storage in saved.items() if address not in weights)
     size += tokens.numel() * 400 * dtype.itemsize if name == "gpu" else 0  # logits, which it does not keep
