@@ -147,19 +147,15 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
             config = from_json(fields)
         except UserError as error:
             raise ValueError(str(error).rstrip(".")) from None
-        check_sizes(config, tensors)
+        layers = len({name.split(".")[2] for name in tensors if name.startswith("model.layers.")})
+        parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
+        # Before modules are built: sizes that only config.json has may need more memory than there is.
+        if tensors and (layers != config.num_hidden_layers or num_parameters(config) > 2 * parameters):
+            raise ValueError("the weights beside it have other numbers of layers or parameters")
     context = config.max_position_embeddings
     if context < fields.get("max_position_embeddings", 0):
         note(f"{path} has a sliding window, which is the context here: {context} tokens")
     return with_trained_biases(config, fields["model_type"], tensors)
-
-
-def check_sizes(config: ModelConfig, tensors: Mapping[str, StoredTensor]) -> None:
-    """Refuse sizes that only config.json has, before modules are built for them; a directory may lack the weights."""
-    layers = len({name.split(".")[2] for name in tensors if name.startswith("model.layers.")})
-    parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
-    if tensors and (layers != config.num_hidden_layers or num_parameters(config) > 2 * parameters):
-        raise ValueError("the weights beside it have other numbers of layers or parameters")
 
 
 def with_trained_biases(config: ModelConfig, model_type: str, tensors: Mapping[str, StoredTensor]) -> ModelConfig:
@@ -238,17 +234,12 @@ def read_rope_scaling(rope: dict, fields: dict) -> dict | None:
         scaling[ORIGINAL_CONTEXT] = fields.get(ORIGINAL_CONTEXT, rope.get(ORIGINAL_CONTEXT, context))
     if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
         raise ValueError("rope_type llama3 needs a high_freq_factor above low_freq_factor")
-    if kind == "yarn":
-        add_yarn_defaults(scaling, rope, context)
+    if kind == "yarn":  # what is missing has transformers' values
+        scaling["beta_fast"] = rope.get("beta_fast") or 32
+        scaling["beta_slow"] = rope.get("beta_slow") or 1
+        scaling["truncate"] = bool(rope.get("truncate", True))
+        if "factor" in rope and rope["factor"] is None:
+            scaling["factor"] = context / scaling[ORIGINAL_CONTEXT]
+        if scaling["attention_factor"] is None:  # Peng et al. 2023, equation 22
+            scaling["attention_factor"] = 0.1 * math.log(max(scaling["factor"], 1.0)) + 1
     return scaling
-
-
-def add_yarn_defaults(scaling: dict, rope: dict, context: int) -> None:
-    """Complete `scaling` with the numbers of yarn that `rope` leaves out, as transformers does."""
-    scaling["beta_fast"] = rope.get("beta_fast") or 32
-    scaling["beta_slow"] = rope.get("beta_slow") or 1
-    scaling["truncate"] = bool(rope.get("truncate", True))
-    if "factor" in rope and rope["factor"] is None:
-        scaling["factor"] = context / scaling[ORIGINAL_CONTEXT]
-    if scaling["attention_factor"] is None:  # Peng et al. 2023, equation 22
-        scaling["attention_factor"] = 0.1 * math.log(max(scaling["factor"], 1.0)) + 1

@@ -48,19 +48,14 @@ def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Pat
         return directory, None
     if any((directory / name).is_file() for name in (SINGLE, INDEX)):  # as in transformers
         return directory, directory
-    return find_base(directory), directory
-
-
-def find_base(adapter: Path) -> Path:
-    """The directory of the model that an adapter names."""
-    fields = read_json(adapter / ADAPTER_CONFIG)
+    fields = read_json(directory / ADAPTER_CONFIG)
     base = fields.get("base_model_name_or_path")
-    advice = f"Give the model itself: python generate.py MODEL --adapter {adapter}"
-    if not isinstance(base, str) or Path(base) in (Path(), adapter):
-        raise UserError(f"{adapter} is an adapter of {base!r}, which is no model. {advice}")
+    advice = f"Give the model itself: python generate.py MODEL --adapter {directory}"
+    if not isinstance(base, str) or Path(base) in (Path(), directory):
+        raise UserError(f"{directory} is an adapter of {base!r}, which is no model. {advice}")
     on_hub = fields.get("revision") and not Path(base).exists()
     try:
-        return find_checkpoint(f"{base}@{fields['revision']}" if on_hub else base)
+        return find_checkpoint(f"{base}@{fields['revision']}" if on_hub else base), directory
     except UserError as error:
         raise UserError(f"{error} {advice}") from None
 
@@ -116,12 +111,8 @@ def newest_runs(folder: Path = RUNS, wanted: str = "") -> str:
 
 def runs_in(folder: Path) -> list[Path]:
     """The run folders in `folder`, that with the newest checkpoint first."""
-    save_times = {}
-    for run in folder.glob("*"):
-        saves = saves_in(run)
-        if saves:
-            save_times[run] = max(save.stat().st_mtime for save in saves)
-    return sorted(save_times, key=save_times.get, reverse=True)
+    runs = [run for run in folder.glob("*") if saves_in(run)]
+    return sorted(runs, key=lambda run: max(save.stat().st_mtime for save in saves_in(run)), reverse=True)
 
 
 def saves_in(run: Path) -> list[Path]:

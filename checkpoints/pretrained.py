@@ -49,8 +49,8 @@ def save_pretrained(
     decoder: Decoder, directory: Path | str, *, bos_token_id: int | None = None, eos_token_id: int | None = None,
     state: Mapping[str, Tensor] | None = None, file: str = SINGLE,
 ) -> None:  # fmt: skip
-    """Write config.json and the weights, in their dtypes; with LoRA the adapter. state: only these, as `file`. Not
-    atomic: callers write into a new directory and rename it."""
+    """Write config.json and the weights, in their dtypes; with LoRA the adapter. Not atomic: callers write into a new
+    directory and rename it. A process that writes a share of the weights gives them as `state`, and their `file`."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = unpacked_tensors(decoder.state_dict() if state is None else state, decoder.config)
@@ -62,8 +62,9 @@ def save_pretrained(
         save_tensors(tensors, directory / adapters.WEIGHTS)
         return
     dtype = decoder.embed_tokens.weight.dtype
-    ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id}
-    write_json(directory / "config.json", to_json(decoder.config, dtype=str(dtype).removeprefix("torch."), **ids))
+    dtype_name = str(dtype).removeprefix("torch.")
+    fields = to_json(decoder.config, dtype=dtype_name, bos_token_id=bos_token_id, eos_token_id=eos_token_id)
+    write_json(directory / "config.json", fields)
     for name in zero_biases(decoder.config):
         if name.removesuffix("bias") + "weight" in tensors:
             tensors[name] = torch.zeros(decoder.config.hidden_size, dtype=dtype)
@@ -108,7 +109,8 @@ class Checkpoint:
 
 def open_checkpoint(directory: Path | str, adapter: Path | None = None) -> Checkpoint:
     """The configuration and stored tensors of a directory; `UserError` unless names and shapes are the decoder's."""
-    if adapter != directory:  # an adapter with its model beside it
+    has_both = adapter == directory  # a model and its adapter
+    if not has_both:
         check_format(Path(directory))
     stored = stored_tensors(Path(directory))
     config = load_config(directory, stored)

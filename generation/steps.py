@@ -148,17 +148,14 @@ class GpuDecodeStep:
         s = F.embedding(self.tokens, decoder.embed_tokens.weight).to(decoder.compute_dtype)  # (B, D), the stream
         for index, layer in enumerate(decoder.layers):
             block, mlp = layer.self_attn, layer.mlp
-            before, after = layer.input_layernorm, layer.post_attention_layernorm
-            qkv_norm = before.kind, before.weight, before.bias, before.eps
-            mlp_norm = after.kind, after.weight, after.bias, after.eps
             head_norms = (None, None) if block.q_norm is None else (block.q_norm.weight, block.k_norm.weight)
-            decode.qkv(s, qkv_norm, block.qkv_proj.weight, block.qkv_proj.bias, self.qkv)
+            decode.qkv(s, layer.input_layernorm, block.qkv_proj.weight, block.qkv_proj.bias, self.qkv)
             decode.attention(
                 self.qkv, head_norms, block.eps, self.rope, self.position, self.padding,
                 cache.keys[index], cache.values[index], self.partials, self.attended,
             )  # fmt: skip
             decode.project(self.attended.flatten(1), block.o_proj.weight, s)
-            decode.gate_up(s, mlp_norm, mlp.gate_up_proj.weight, self.hidden)
+            decode.gate_up(s, layer.post_attention_layernorm, mlp.gate_up_proj.weight, self.hidden)
             decode.project(self.hidden, mlp.down_proj.weight, s)
         # The head is an ordinary matrix product: it has so many rows that cuBLAS reads them near the memory's rate.
         x, _ = decoder.norm(s)

@@ -3,9 +3,7 @@
 On a CPU a small model spends its time moving data: every operation reads and writes whole tensors, and autograd keeps
 float32 copies of what the reference upcasts. Here each function keeps only what its backward pass needs, in the
 activations' dtype, and writes in place where it owns the memory. docs/lab/training-cpu.md has the measurements.
-
-A few of torch's own kernels are called (torch.ops.aten, torch.ops.mkldnn, torch._softmax_backward_data). They are no
-public interface, but stable in the versions that requirements.txt allows, and tests/kernels check.
+torch.ops.aten and torch.ops.mkldnn are no public interface; tests/kernels finds out when they change.
 """
 
 import torch
@@ -50,7 +48,7 @@ class OneDNNLinear(torch.autograd.Function):
 
 
 def linear(x, weight, bias=None):
-    """As `reference.linear`. Without gradients it is that, because few rows are slower in oneDNN."""
+    """As `reference.linear`, which runs without gradients: generation has few rows, for which oneDNN is slower."""
     if x.dtype != torch.float32 or not torch.is_grad_enabled():
         return reference.linear(x, weight, bias)
     y = OneDNNLinear.apply(x, weight.to(x.dtype))
@@ -68,7 +66,7 @@ class CpuNorm(torch.autograd.Function):
             mean = rows.mean(-1, keepdim=True)
             rows.sub_(mean)
         else:
-            mean = torch.zeros_like(rows[..., :1])
+            mean = torch.zeros_like(rows[..., :1])  # for the backward pass
         # The norm's square and not square().mean(): one fused pass over the row instead of two.
         rstd = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square_().div_(rows.shape[-1]).add_(eps).rsqrt_()
         rows.mul_(rstd).mul_(weight)
@@ -83,8 +81,8 @@ class CpuNorm(torch.autograd.Function):
     def backward(ctx, grad):
         """torch's LayerNorm kernel, for both kinds, in float32, because it sums over tokens in the dtype of its input.
 
-        With xhat = (s - mean) rstd and h = grad * weight it computes ds = rstd (h - mean(h) - xhat mean(h xhat)),
-        for any mean and rstd it is given. RMSNorm has mean 0 and no term mean(h), which is added back.
+        It computes ds = rstd (h - mean(h) - xhat mean(h xhat)), with h = grad * weight and xhat = (s - mean) rstd, for
+        any mean and rstd it is given. RMSNorm gives it the mean 0, and adds the term rstd mean(h) again.
         """
         s, weight, bias, mean, rstd = ctx.saved_tensors
         width, grad = s.shape[-1], grad.float()
@@ -148,8 +146,9 @@ def attention(q, k, v, mask=None):
     The price is one more rounding: scores are bfloat16 before the softmax (relative error 3.3e-3 instead of 2.0e-3).
     """
     batch, heads, length, width = q.shape
-    is_short = 1 < length == k.shape[2] <= 512  # and without a cache
-    if q.dtype != torch.bfloat16 or not is_short or width < 64:
+    has_cache = k.shape[2] > length
+    is_short_and_wide = 1 < length <= 512 and width >= 64
+    if q.dtype != torch.bfloat16 or has_cache or not is_short_and_wide:
         return reference.attention(q, k, v, mask)
     groups = heads // k.shape[1]
     if mask is None:  # (G T, T)

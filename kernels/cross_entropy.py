@@ -151,7 +151,7 @@ def loss_gradients(
 
 
 def rescale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float32 gradient times a factor (1,), rounded once to a dtype, in one pass."""
+    """A float32 gradient times a factor (1,), rounded once to a dtype, in one pass over memory."""
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
@@ -183,9 +183,8 @@ def linear_cross_entropy(x, weight, targets, token_weight=None):
     A target that is no class gives a NaN loss and NaN gradients.
     """
     needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
-    if not any(needs):
-        losses, *_ = loss_gradients(x, weight.to(x.dtype), targets, False, False)
-        return losses if token_weight is None else (losses * token_weight.detach()).sum()
-    if token_weight is None:
+    if token_weight is not None:
+        return WeightedCrossEntropy.apply(x, weight, targets, token_weight.detach(), *needs)
+    if any(needs):
         return reference.linear_cross_entropy(x, weight, targets)
-    return WeightedCrossEntropy.apply(x, weight, targets, token_weight.detach(), *needs)
+    return loss_gradients(x, weight.to(x.dtype), targets, False, False)[0]

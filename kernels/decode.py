@@ -35,18 +35,19 @@ def multiply_rows(
 ):  # fmt: skip
     """W norm(x) for some rows of W: a tuple of (ROWS,) for each sequence. KIND is "rms", "layer" or, for W x, None.
 
-    rstd is a factor of the whole sum, so that it can follow the loop that also sums the squares:
-    W norm(x) = rstd (W diag(g)) (x - mean) + W b, with g and b the norm's weight and bias. RMSNorm has mean 0.
+    W norm(x) = rstd W diag(g) (x - mean) + W b, with g and b the norm's weight and bias. RMSNorm has mean 0. So x is
+    read once: one loop sums the products and the squares of x - mean, and rstd multiplies the products at the end.
     Order of each sum: first the 8 columns of a thread, then the turns of the loop, then the groups.
     """
     groups: tl.constexpr = BLOCK // 8
     column = tl.arange(0, BLOCK)
     weight_ptr += row[:, None].to(tl.int64) * width + column[None, :]
-    # A tile is loaded one turn before it is multiplied: it is on its way while the program computes. Nothing reads it
-    # again, unlike x.
+    # A tile is loaded one turn before it is multiplied: it is on its way while the program computes. It leaves the
+    # cache first, because no program reads it again; all programs read x.
     in_tile = inside_rows[:, None] & (column < width)[None, :]
     tile = tl.load(weight_ptr, mask=in_tile, other=0.0, eviction_policy="evict_first")
-    means, totals, squares = (), (), ()  # one of each sequence; built anew in each turn, as Triton has no lists
+    # One of each sequence. Triton has no lists, so each turn of a loop builds new tuples.
+    means, totals, squares = (), (), ()
     for _ in tl.static_range(SEQUENCES):
         means += (tl.cast(0.0, tl.float32),)
         totals += (tl.zeros((ROWS, groups), tl.float32),)
@@ -287,7 +288,7 @@ def product_geometry(rows: int, width: int) -> dict[str, int]:
 
 
 def launch_product(kernel, tensors, weight, rows, **options):
-    """Launch a kernel that multiplies by weight (N, width); `rows` is what the kernel calls so."""
+    """Launch a kernel that multiplies by weight (N, width). rows: columns of its output, half of N for gate and up."""
     geometry = product_geometry(*weight.shape)
     grid = (triton.cdiv(len(weight), geometry["ROWS"]),)
     kernel[grid](*tensors, rows, weight.shape[1], **options, **geometry)
@@ -296,19 +297,18 @@ def launch_product(kernel, tensors, weight, rows, **options):
 def qkv(s, norm, weight, bias, out):
     """Fill out (B, rows) float32 with W norm(s) + bias, from the stream s (B, D), weight (rows, D) and bias (rows,).
 
-    norm: its kind, weight (D,) or None, bias (D,) or None, and eps.
+    norm: an object with `kind`, "rms" or "layer"; `weight` and `bias`, each (D,) or None; and `eps`.
     """
-    kind, norm_weight, norm_bias, eps = norm
-    tensors = s, norm_weight, norm_bias, weight, bias, out
-    launch_product(decode_qkv_kernel, tensors, weight, len(weight), eps=eps, KIND=kind, SEQUENCES=len(s))
+    tensors = s, norm.weight, norm.bias, weight, bias, out
+    launch_product(decode_qkv_kernel, tensors, weight, len(weight), eps=norm.eps, KIND=norm.kind, SEQUENCES=len(s))
 
 
-def attention(qkv, head_norm_weights, eps, tables, position, padding, keys, values, partials, out):
+def attention(packed, head_norm_weights, eps, tables, position, padding, keys, values, partials, out):
     """Fill `position` (1,) int64 of keys and values (B, K, S, d), and out (B, H, d) with attention over them.
 
-    qkv (B, (H + 2K) d) float32; head_norm_weights: of q and k, (d,) or None; tables: cos and sin (max positions, d/2);
-    padding (B,) int64: positions in front of each sequence that hold no token. partials are overwritten: weighted
-    values (B, H, splits, d), maxima and totals (B, H, splits), float32, with `splits_for(S)` splits.
+    packed (B, (H + 2K) d): q, k and v, float32. head_norm_weights: of q and k, (d,) or None each. tables: cos and sin
+    (max positions, d/2). padding (B,) int64: positions in front of each sequence that hold no token. partials, float32,
+    are overwritten: weighted values (B, H, n, d), maxima and totals (B, H, n), where n is `splits_for(S)`.
     """
     batch, heads, head_dim = out.shape
     kv_heads, splits, width = keys.shape[1], splits_for(keys.shape[2]), tile_width(head_dim)
@@ -317,7 +317,7 @@ def attention(qkv, head_norm_weights, eps, tables, position, padding, keys, valu
     heads_per_program = max(n for n in range(1, MAX_HEADS_PER_PROGRAM + 1) if group % n == 0)
     lanes = 1024 // min(width, 256)  # positions that 128 threads read at once, 16 bytes of bfloat16 each
     decode_attention_kernel[batch * heads // heads_per_program, splits](
-        qkv, *head_norm_weights, *tables, position, padding, keys, values,
+        packed, *head_norm_weights, *tables, position, padding, keys, values,
         out if splits == 1 else weighted, maxima, totals, keys.stride(0), keys.stride(1), eps,
         H=heads, K=kv_heads, HALF=head_dim // 2, SPLITS=splits,
         HEADS_PER_PROGRAM=heads_per_program, LANES=lanes, UNROLL=4, BLOCK=width, num_warps=4,
@@ -334,7 +334,6 @@ def project(x, weight, s):
 
 
 def gate_up(s, norm, weight, hidden):
-    """Fill hidden (B, F) from the stream s (B, D) and the packed weight (2F, D)."""
-    kind, norm_weight, norm_bias, eps = norm
-    tensors = s, norm_weight, norm_bias, weight, hidden
-    launch_product(decode_gate_up_kernel, tensors, weight, hidden.shape[1], eps=eps, KIND=kind, SEQUENCES=len(s))
+    """Fill hidden (B, F) from the stream s (B, D) and the packed weight (2F, D). norm: as for `qkv`."""
+    tensors, rows = (s, norm.weight, norm.bias, weight, hidden), hidden.shape[1]
+    launch_product(decode_gate_up_kernel, tensors, weight, rows, eps=norm.eps, KIND=norm.kind, SEQUENCES=len(s))

@@ -21,6 +21,8 @@ from kernels.launch import as_rows, max_warps, multiprocessors, register_op, til
 # sums of dweight and dbias, and two tiles of dy, ds and s exceed the 99 KB of shared memory of a program (Ampere on).
 MAX_ROW_BYTES = 16384
 REGISTERS = 65536  # 32-bit registers of a multiprocessor, which its programs share
+# The backward pass: rows of up to so many columns, and a thread's registers, without spills (test_compiled.py).
+REGISTERS_PER_THREAD = ((512, 96), (4096, 64), (8192, 128))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -178,7 +180,7 @@ def backward_geometry(block: int, rows: int, device: torch.device) -> tuple[int,
     """
     tile = min(32, max(1024 // block, 1))
     threads = block * tile // (8 if block <= 4096 else 16)  # loads of 16 bytes, one or two for each tensor
-    registers = 96 if block <= 512 else 64 if block <= 4096 else 128  # no spills: test_compiled.py measures it
+    registers = next(registers for widest, registers in REGISTERS_PER_THREAD if block <= widest)
     resident = multiprocessors(device) * (REGISTERS // (threads * registers))
     warps = max_warps(device)
     options = {"ROWS": tile, "num_warps": min(max(threads * warps // 1024, 1), warps)}

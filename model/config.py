@@ -47,8 +47,8 @@ ROPE_SCALING = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"),
 }
-# MLPs: True are gated, with the matrices gate, up and down; the others have up and down.
-MLPS = {"swiglu": True, "geglu": True, "reglu": True, "glu": True, "relu": False, "gelu": False}
+# MLPs, and whether they have a gate: the matrices gate, up and down instead of up and down.
+GATED = {"swiglu": True, "geglu": True, "reglu": True, "glu": True, "relu": False, "gelu": False}
 
 
 # Fields have the names of Hugging Face's config.json; the text under a field is its help on the command line.
@@ -104,7 +104,7 @@ class ModelConfig:
     """Whether the output head uses the embedding matrix, instead of a matrix of its own."""
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of the initial weights; o_proj and down_proj get 1/sqrt(2 num_hidden_layers) of it."""
-    mlp: Literal[*MLPS] = "swiglu"
+    mlp: Literal[*GATED] = "swiglu"
     """The MLP. swiglu, geglu, reglu, glu: gated, the gate's activation being silu, gelu, relu or sigmoid. relu, gelu:
     not gated, with 3/2 of intermediate_size and so as many parameters."""
 
@@ -121,7 +121,7 @@ class ModelConfig:
             raise UserError(f"heads are {self.resolved_head_dim} wide; rotary positions need an even head_dim.")
         if self.norm == "group" and width % NORM_GROUPS:
             raise UserError(f"hidden_size {width} is not a multiple of {NORM_GROUPS}, as --norm group needs.")
-        if not self.has_gate and self.intermediate_size % 2:
+        if not GATED[self.mlp] and self.intermediate_size % 2:
             raise UserError(f"intermediate_size {self.intermediate_size} must be even for --mlp {self.mlp}.")
         if self.rope_scaling is not None:
             for key in ROPE_SCALING[self.rope_scaling["rope_type"]]:
@@ -132,17 +132,12 @@ class ModelConfig:
         if self.head_dim is not None and self.head_dim * heads == width:
             object.__setattr__(self, "head_dim", None)
         is_default = self.norm_bias == (BIAS in NORMS[self.norm])
-        has_parameters = bool(NORMS[self.norm])
-        if is_default or not has_parameters:
+        if is_default or not NORMS[self.norm]:
             object.__setattr__(self, "norm_bias", None)
 
     @property
     def resolved_head_dim(self) -> int:
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_attention_heads
-
-    @property
-    def has_gate(self) -> bool:
-        return MLPS[self.mlp]
 
     @property
     def packed_matrices(self) -> dict[str, dict[str, int]]:

@@ -1,6 +1,6 @@
 """Numbers of parameters and FLOPs that follow from a configuration. Imports no torch."""
 
-from model.config import PLACEMENTS, ModelConfig
+from model.config import GATED, PLACEMENTS, ModelConfig
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -27,7 +27,7 @@ def adapter_parameters(config: ModelConfig, rank: int) -> int:
     heads = config.num_attention_heads + config.num_key_value_heads  # q and o; k and v
     attention = 4 * config.hidden_size + 2 * heads * config.resolved_head_dim
     # A plain MLP has two matrices instead of three, 3/2 as wide: the sum of its widths is 3 F too.
-    mlp = (3 if config.has_gate else 2) * config.hidden_size + 3 * config.intermediate_size
+    mlp = (3 if GATED[config.mlp] else 2) * config.hidden_size + 3 * config.intermediate_size
     return config.num_hidden_layers * rank * (attention + mlp)
 
 

@@ -4,7 +4,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kernels
-from model.config import ModelConfig
+from model.config import GATED, ModelConfig
 from model.linear import Linear
 
 # The activation of the gate (Shazeer 2020, equations 5 and 6), or of the plain MLP. SwiGLU's, silu, is in its kernel.
@@ -17,9 +17,8 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.kind = config.mlp
-        self.has_gate = config.has_gate
         width = config.intermediate_size
-        if self.has_gate:
+        if GATED[self.kind]:
             self.gate_up_proj = Linear(config.hidden_size, 2 * width)  # rows of gate, then rows of up
         else:
             width = config.intermediate_size * 3 // 2  # as many parameters as with a gate
@@ -32,7 +31,7 @@ class MLP(nn.Module):
             return kernels.swiglu_mlp(x, self.gate_up_proj.weight, self.down_proj.weight)
         if self.kind == "swiglu":
             hidden = kernels.swiglu(self.gate_up_proj(x))
-        elif self.has_gate:
+        elif GATED[self.kind]:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
             hidden = ACTIVATIONS[self.kind](gate.float()) * up.float()
         else:

@@ -4,6 +4,8 @@ Tolerances: sums of about a thousand float32 products: 1e-6 (`rounding`); half p
 Whatever a kernel must not read is NaN, and whatever it must not write is compared afterwards.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -33,10 +35,9 @@ def empty(*shape, dtype=torch.float32):
     return guarded(torch.full(shape, float("nan"), dtype=dtype))
 
 
-def normalized(s, *norm):
+def normalized(s, norm):
     """In float64."""
-    kind, weight, bias, eps = norm
-    return test_norm.definition(s.double(), weight, bias, kind=kind, eps=eps)[0]
+    return test_norm.definition(s.double(), norm.weight, norm.bias, kind=norm.kind, eps=norm.eps)[0]
 
 
 # Batches of one, an odd number and all; rows that the rows of a program do not divide; widths that 8 divides and not
@@ -66,9 +67,9 @@ def test_norm_and_bias_or_activation_or_residual_addition_are_in_the_launch_of_a
 
     s = guarded(draw(batch, width, mean=0.7, dtype=dtype))
     vectors = [guarded(draw(width, mean=1.0)) if present else None for present in NORMS[name]]
-    norm = name.split()[0], *vectors, EPS
+    norm = SimpleNamespace(kind=name.split()[0], weight=vectors[0], bias=vectors[1], eps=EPS)
     weight = guarded(draw(2 * rows, width, std=0.1, mean=0.01, dtype=dtype))
-    gate, up = (normalized(s, *norm) @ weight.double().T).chunk(2, -1)
+    gate, up = (normalized(s, norm) @ weight.double().T).chunk(2, -1)
     hidden = empty(batch, rows, dtype=dtype)
     decode.gate_up(s, norm, weight, hidden)
     assert_equal(hidden, gate * torch.sigmoid(gate) * up)
@@ -89,9 +90,9 @@ def test_norm_and_bias_or_activation_or_residual_addition_are_in_the_launch_of_a
 def test_layernorm_keeps_the_digits_of_a_small_deviation_from_a_large_mean(draw, relative):
     """A mean near 1,000 is rounded by up to 2^-15 = 3e-5 in float32; weights with mean 0 do not enlarge that."""
     s, weight = draw(2, 520, mean=1000.0), draw(6, 520, std=0.1, mean=0.0)
-    out = empty(2, 6)
-    decode.qkv(s, ("layer", None, None, 1e-5), weight, None, out)
-    assert relative(out, normalized(s, "layer", None, None, 1e-5) @ weight.double().T) < 6e-5
+    norm, out = SimpleNamespace(kind="layer", weight=None, bias=None, eps=1e-5), empty(2, 6)
+    decode.qkv(s, norm, weight, None, out)
+    assert relative(out, normalized(s, norm) @ weight.double().T) < 6e-5
 
 
 # Fillings of the cache before the new position, counted in positions that a program reads at once (a turn) and one more

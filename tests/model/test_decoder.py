@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import kernels
 from model.attention import attention_mask
 from model.cache import KeyValueCache
-from model.config import MLPS, NORMS, PLACEMENTS
+from model.config import GATED, NORMS, PLACEMENTS
 from model.decoder import Decoder, attend_to_previous_token
 
 FLOAT32 = 2e-6
@@ -33,7 +33,7 @@ VARIANTS = {
     "sandwich": {"norm_placement": "sandwich", "norm": "offset"},
     "output": {"norm_placement": "output", "norm": "derf"},
     **{norm: {"norm": norm} for norm in NORMS},
-    **{mlp: {"mlp": mlp} for mlp in MLPS},
+    **{mlp: {"mlp": mlp} for mlp in GATED},
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from checkpoints.pretrained import save_pretrained, unpacked_tensors
-from model.config import MLPS
+from model.config import GATED
 from model.count import adapter_parameters
 from model.lora import add_lora
 
@@ -53,7 +53,7 @@ def test_logits_and_gradients_equal_those_of_peft_on_the_same_base(make_lora, to
 OUTPUT_BIAS = {"attention_bias": True, "attention_output_bias": True}
 
 
-@pytest.mark.parametrize("changes", [OUTPUT_BIAS, *({"mlp": mlp} for mlp in MLPS)])
+@pytest.mark.parametrize("changes", [OUTPUT_BIAS, *({"mlp": mlp} for mlp in GATED)])
 def test_a_new_adapter_changes_nothing_and_is_a_function_of_the_seed(make_decoder, tokens, relative, changes):
     fields = {"r": 4, "lora_alpha": 5, "base_model_name_or_path": ""}
     plain, first, other = make_decoder(**changes), *(add_lora(make_decoder(**changes), fields, seed=s) for s in (1, 2))
