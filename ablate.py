@@ -24,7 +24,7 @@ from typing import Annotated
 import tyro
 
 from ablation.plan import JUDGED_PAIRS, STUDIES, TYPES, Plan, base_settings, find_plan, load_plan
-from errors import UserError, end, fit_stdout, printable
+from errors import UserError, exit_with, fit_stdout, printable
 from files import locked, read_json
 from flags import call_with_flags, optional, parse_flags
 
@@ -224,4 +224,4 @@ def main() -> int:
         return run_judge(command) if judging else run_comparison(command, command.plan, command.folder)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the process has ended
-        end(f"stopped; the same command resumes it: python {shlex.join(sys.argv)}", 130)
+        exit_with(f"stopped; the same command resumes it: python {shlex.join(sys.argv)}", 130)
