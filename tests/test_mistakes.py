@@ -78,6 +78,7 @@ ablate --vary weight_decay=0.1,0.5,norm=layer,rms -> .*norm=layer,rms: a space s
 ablate --a x=1 y=2 -> y=2 stands alone; settings of one flag are one text in quotes
 ablate --vary freeze=,norms -> --freeze norms matches no parameter
 train --norms rms -> Unrecognized options: --norms, rms; see --help. Did you mean --norm\?
+train --input /a/path/to/a/folder/of/texts/columns/text.txt -> .* /a/path/to/a/folder/of/texts/columns/text.txt;
 train --steps abc -> --steps is 'abc', no whole number; see --help
 train --steps -> --steps needs a value after it; see --help
 train --dtype RMS -> invalid choice 'RMS' for argument '--dtype'. Expected one of .*; see --help
@@ -140,7 +141,8 @@ def test_a_mistake_is_one_line(folder, command, line, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal,
+    monkeypatch.setenv("COLUMNS", "50")  # a narrow one, which must break no word
     with pytest.raises(SystemExit) as end, exit_on_user_error():
         PROGRAMS[program]()
     *notes, said = capsys.readouterr().err.splitlines()
