@@ -109,7 +109,7 @@ def call_with_flags(function: Callable, **options: object) -> Any:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """` Did you mean X?` for the name with these initials (lr: learning_rate) or the closest one, or an empty string."""
+    """` Did you mean X?`, the name with these initials (lr: learning_rate) or the closest one; or an empty text."""
     names = [*names]
     by_initials = {"".join(word[:1] for word in re.split("[-_]", other)): other for other in names}
     close = by_initials.get(name.strip("-")) or next(iter(difflib.get_close_matches(name.lower(), names)), None)
