@@ -105,7 +105,9 @@ def exit_on_user_error() -> Iterator[None]:
     if show_traceback:
         sys.argv.remove("--traceback")
     try:
-        check_arguments_are_utf8()
+        for argument in (__file__, *sys.argv[1:]):
+            if argument != argument.encode("utf-8", "replace").decode():
+                raise UserError(f"{argument} is not UTF-8; give texts and names of files in UTF-8.")
         try:
             yield
         finally:
@@ -118,10 +120,14 @@ def exit_on_user_error() -> Iterator[None]:
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the process has ended
         exit_with("stopped.", 130)
-    except (UserError, OSError, ModuleNotFoundError) as error:
+    except ModuleNotFoundError as error:
+        exit_with(f"error: this needs the package {error.name}: pip install {error.name}", 2)
+    except (UserError, OSError) as error:
         if show_traceback:
             sys.excepthook(*sys.exc_info())
-        exit_with(f"error: {as_user_error(error)}", 2)
+        if isinstance(error, OSError) and error.filename is not None:
+            error = UserError(f"{error.filename}: {error.strerror}.")
+        exit_with(f"error: {error}", 2)
 
 
 def open_closed_streams() -> None:
@@ -129,21 +135,6 @@ def open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
-
-
-def check_arguments_are_utf8() -> None:
-    for argument in (__file__, *sys.argv[1:]):
-        if argument != argument.encode("utf-8", "replace").decode():
-            raise UserError(f"{argument} is not UTF-8; give texts and names of files in UTF-8.")
-
-
-def as_user_error(error: Exception) -> Exception:
-    """The error with a message for the user, if it is what the system says about a file or a package."""
-    if isinstance(error, ModuleNotFoundError):
-        return UserError(f"this needs the package {error.name}: pip install {error.name}")
-    if isinstance(error, OSError) and error.filename is not None:
-        return UserError(f"{error.filename}: {error.strerror}.")
-    return error
 
 
 def exit_with(message: str, status: int) -> NoReturn:

@@ -26,6 +26,7 @@ from flags import Beta, Fraction, Name, NonNegativeFloat, NonNegativeInt, Option
 from model.config import NORMS, ModelConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"
+NEED_A_VALUE = ("--config", "--resume", "--init-from", "--init_from", "--norm", "--freeze")  # said before tyro does
 
 
 @dataclass(frozen=True)
@@ -159,8 +160,9 @@ def check_common_mistakes(arguments: list[str]) -> None:
     if any(argument.partition("=")[0] == "--epochs" for argument in arguments):
         raise UserError("--epochs is not a setting: training is measured in --steps, each of --batch-size sequences.")
     for flag, value in itertools.pairwise([*arguments, "--"]):
-        if flag == "--freeze" and value.startswith("-"):
-            raise UserError("--freeze needs a value after it; --help-all says which.")
+        if flag in NEED_A_VALUE and value[:1] in ("", "-"):
+            choices = f": one of {', '.join(NORMS)}" if flag == "--norm" else "; --help-all says which"
+            raise UserError(f"{flag} needs a value after it{choices}.")
         if flag in ("--eval-only", "--dry-run", "--prepare") and not value.startswith("-"):
             raise UserError(f"{flag} takes no value; a run is named by --init-from {value}, a text by --data {value}.")
 
@@ -169,13 +171,8 @@ def find_sources(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The values of the flags that decide the defaults of all others, and the other arguments."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for names in (["--config"], ["--resume"], ["--init-from", "--init_from"], ["--norm"]):
-        parser.add_argument(*names, nargs="?", const="")
-    sources, others = parser.parse_known_args(arguments)
-    for name, value in vars(sources).items():
-        if value == "":
-            values = f": one of {', '.join(NORMS)}" if name == "norm" else "; --help-all says which"
-            raise UserError(f"--{name.replace('_', '-')} needs a value after it{values}.")
-    return sources, others
+        parser.add_argument(*names)
+    return parser.parse_known_args(arguments)
 
 
 def defaults(sources: argparse.Namespace, given: Collection[str]) -> Command:
