@@ -144,7 +144,10 @@ def parse(arguments: list[str], description: str) -> Command:
         print(description)
         sys.exit()
     check_common_mistakes(arguments)
-    sources, others = find_sources(arguments)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for names in (["--config"], ["--resume"], ["--init-from", "--init_from"], ["--norm"]):
+        parser.add_argument(*names)
+    sources, others = parser.parse_known_args(arguments)
     given = {argument.partition("=")[0].lstrip("-").replace("-", "_") for argument in others}
     others = ["--help" if argument == "--help-all" else argument for argument in others]
     options = {"prog": "train.py", "config": (tyro.conf.OmitArgPrefixes,)}
@@ -165,14 +168,6 @@ def check_common_mistakes(arguments: list[str]) -> None:
             raise UserError(f"{flag} needs a value after it{choices}.")
         if flag in ("--eval-only", "--dry-run", "--prepare") and not value.startswith("-"):
             raise UserError(f"{flag} takes no value; a run is named by --init-from {value}, a text by --data {value}.")
-
-
-def find_sources(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The values of the flags that decide the defaults of all others, and the other arguments."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for names in (["--config"], ["--resume"], ["--init-from", "--init_from"], ["--norm"]):
-        parser.add_argument(*names)
-    return parser.parse_known_args(arguments)
 
 
 def defaults(sources: argparse.Namespace, given: Collection[str]) -> Command:
@@ -242,22 +237,17 @@ def read_table(path: Path, kind: type, values: dict) -> Any:
     with reading(path, "correct it"):
         for name, value in values.items():
             if name not in types:
-                raise UserError(f"{path}: unknown key {name}.{correction(name, types, path)}")
+                tables = [table for table, type in types.items() if name in getattr(type, "__annotations__", ())]
+                fix = f" It belongs in [{tables[0]}]." if tables else flags.nearest(name, types)
+                if path.name == "settings.toml":
+                    fix += " If another version of this code wrote it, remove the line."
+                raise UserError(f"{path}: unknown key {name}.{fix or ' Known: ' + ', '.join(types)}")
             if dataclasses.is_dataclass(types[name]):
                 values[name] = read_table(path, types[name], value)
         try:
             return kind(**values)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
-
-
-def correction(name: str, types: dict[str, type], path: Path) -> str:
-    """What to do about a key that a TOML file has and `types` has not."""
-    tables = [table for table, type in types.items() if name in getattr(type, "__annotations__", ())]
-    text = f" It belongs in [{tables[0]}]." if tables else flags.nearest(name, types)
-    if path.name == "settings.toml":
-        return text + " If another version of this code wrote it, remove the line."
-    return text or f" Known: {', '.join(types)}."
 
 
 def save_settings(settings: Settings, path: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_run_learns_to_answer_and_its_answers_end(chat_flags, chat_file, tmp_p
     assert len(answers) == 6 and all(0 < len(answer) < 12 for answer in answers), answers
 
 
-def test_a_dry_run_marks_what_is_learned_and_a_question_is_asked_at_evaluations(chat_flags, tmp_path, monkeypatch, capsys):
+def test_a_dry_run_marks_what_is_learned_and_evaluations_ask_a_question(chat_flags, tmp_path, monkeypatch, capsys):
     members = set()
     with monkeypatch.context() as patch:
         patch.setattr(estimate, "train_step", lambda _, micro_batches, *__: members.add(len(micro_batches[0])))
