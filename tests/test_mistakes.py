@@ -62,6 +62,7 @@ ablate reprot nothere -> reprot is no .* Did you mean report\?
 ablate report -> Missing from ablate.py report: FOLDER
 train --freeze --norm rms -> --freeze needs a value
 train --resume -> --resume needs a value
+train --init-from= --steps 5 -> --init-from needs a value
 train ——norm rms -> ——norm begins with another dash; write two hyphens: --norm
 train RUN --data x -> .*RUN is no flag; write --init-from \(or --resume\) .*RUN
 train --eval-only --init-from RUN --data x --norm layer -> --eval-only takes the model as it is; leave out --norm

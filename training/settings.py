@@ -163,9 +163,10 @@ def check_common_mistakes(arguments: list[str]) -> None:
     if any(argument.partition("=")[0] == "--epochs" for argument in arguments):
         raise UserError("--epochs is not a setting: training is measured in --steps, each of --batch-size sequences.")
     for flag, value in itertools.pairwise([*arguments, "--"]):
-        if flag in NEED_A_VALUE and value[:1] in ("", "-"):
-            choices = f": one of {', '.join(NORMS)}" if flag == "--norm" else "; --help-all says which"
-            raise UserError(f"{flag} needs a value after it{choices}.")
+        name = flag.removesuffix("=")
+        if name in NEED_A_VALUE and (name != flag or value == "" or value.startswith("-")):
+            choices = f": one of {', '.join(NORMS)}" if name == "--norm" else "; --help-all says which"
+            raise UserError(f"{name} needs a value after it{choices}.")
         if flag in ("--eval-only", "--dry-run", "--prepare") and not value.startswith("-"):
             raise UserError(f"{flag} takes no value; a run is named by --init-from {value}, a text by --data {value}.")
 
