@@ -15,7 +15,7 @@ from errors import note
 from model.count import adapter_parameters, flops_per_token, layer_matrices, num_parameters
 from model.device import device_name
 from training.processes import ALONE
-from training.session import check_machine, choose_machine, epochs, initial_model, open_text, prepare_training
+from training.session import check_machine, epochs, initial_model, open_text, prepare_training, use_machine
 from training.settings import Settings
 from training.step import train_step
 
@@ -28,7 +28,7 @@ BYTES_PER_TOKEN = 3.5  # of a larger text: see SAMPLE_SIZE in data/train_tokeniz
 
 def estimate(settings: Settings) -> float:
     """Print what one process needs, and return the seconds of all steps, NaN where they are not measured."""
-    device, dtype = choose_machine(settings.machine)
+    device, dtype = use_machine(settings.machine)
     check_machine(settings, device, ALONE)
     data, steps, rank = settings.data, settings.optimizer.steps, settings.run.lora
     tokens = steps * data.batch_size * data.sequence_length
@@ -62,7 +62,8 @@ def print_memory(settings: Settings, dtype: torch.dtype, device: torch.device) -
     micro_batch = f"a micro-batch of {settings.data.micro_batch()} in {str(dtype).removeprefix('torch.')}"
     config = settings.model
     is_usual = config.norm in ("rms", "layer") and config.mlp == "swiglu" and not config.qk_norm
-    prefix = "" if is_usual and kernels.implementation(device) is not kernels.reference else "at least "
+    counts_all = is_usual and kernels.implementation(device) is not kernels.reference
+    prefix = "" if counts_all else "at least "
     print(f"memory    {prefix}{format_bytes(sum(sizes.values()))}: {listed} for {micro_batch}", flush=True)
     if settings.machine.shard:
         # Undivided: also the gathered weights of embedding, head and two layers, and their gradients; no other copies.

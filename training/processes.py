@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 import kernels
 from errors import UserError
@@ -74,13 +73,6 @@ class Processes:
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(total, operation)
         return total.item()
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model, with gradients averaged over the processes in each backward pass."""
-        if self.count == 1:
-            return model
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.13 renames broadcast_buffers
-            return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
 ALONE = Processes()

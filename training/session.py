@@ -3,11 +3,13 @@
 import dataclasses
 import hashlib
 import shutil
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import kernels
 from checkpoints import pretrained
@@ -97,7 +99,7 @@ def sequence_length(step: int, steps: int, data: DataSettings) -> int:
 def set_up(settings: Settings, run_dir: Path, *, resume: bool) -> Session:
     """Print and build the session of a new run, or of the last checkpoint in `run_dir`, in which it writes nothing."""
     processes = start_processes(settings.machine)
-    device, dtype = choose_machine(settings.machine, processes.device)
+    device, dtype = use_machine(settings.machine, processes.device)
     check_machine(settings, device, processes)
     keep_freed_memory()
     machine = dataclasses.replace(settings.machine, dtype=str(dtype).removeprefix("torch."))
@@ -128,8 +130,8 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool) -> Session:
     return Session(settings, run_dir, processes, device, corpus, model, forward, optimizer, scaler, state)
 
 
-def choose_machine(machine: MachineSettings, device: torch.device | None = None) -> tuple[torch.device, torch.dtype]:
-    """The device and the dtype of activations that the settings mean; makes `kernels` use those of the settings."""
+def use_machine(machine: MachineSettings, device: torch.device | None = None) -> tuple[torch.device, torch.dtype]:
+    """Use the kernels of the settings from now on; returns their device and dtype of activations."""
     device = device or choose_device(machine.device)
     kernels.use(machine.kernels, device)
     return device, choose_dtype(machine.dtype, device)
@@ -244,8 +246,11 @@ def prepare_training(
     if processes.sharded:
         shard(model, device, compiled=machine.compile)
     forward = model.to(device)
-    if not processes.sharded:
-        forward = processes.wrap(kernels.compile_model(model) if machine.compile else model)
+    if not processes.sharded and machine.compile:
+        forward = kernels.compile_model(model)
+    if not processes.sharded and processes.count > 1:
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.13 renames broadcast_buffers
+            forward = DistributedDataParallel(forward, broadcast_buffers=False, gradient_as_bucket_view=True)
     optimizer = build_optimizer(model, settings.optimizer, device)
     return forward, optimizer, torch.amp.GradScaler(device.type, enabled=model.compute_dtype == torch.float16)
 
