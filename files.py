@@ -67,10 +67,7 @@ def fsync(*paths: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Create a folder and hold its lock in this block. An empty folder is deleted at the end.
-
-    `UserError` if another process holds the lock.
-    """
+    """Create a folder and hold its lock. An empty one is deleted at the end. `UserError`: another process has it."""
     import shutil
 
     from filelock import FileLock, Timeout

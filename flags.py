@@ -87,7 +87,6 @@ def explain_box(box: str) -> str:
     │ Perhaps you meant:                      │
     │     --norm STR                          │
     │         Norm of the layers.             │
-    ╰─────────────────────────────────────────╯
     """
     _title, *lines = COLOURS.sub("", box).splitlines()
     text = " ".join(line.strip("│ ") for line in lines if not line.startswith("│         "))  # without help of flags

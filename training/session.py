@@ -38,12 +38,10 @@ COMPILERS = ("g++", "clang++", "c++", "cl")
 
 
 # A resumed run must keep these settings, and all of the model.
-KEPT_SETTINGS = (
-    *("optimizer", "lora", "lora_alpha", "seed", "tokenizer"),
-    *("validation_fraction", "validation_salt"),  # else it would validate on what it was trained on
-    "sequence_length",  # else it would read text twice or never
-    "document_mask",  # else its losses would mean something else
-)
+KEPT_SETTINGS = ["optimizer", "lora", "lora_alpha", "seed", "tokenizer"]
+KEPT_SETTINGS += ["validation_fraction", "validation_salt"]  # else it would validate on what it was trained on
+KEPT_SETTINGS += ["sequence_length"]  # else it would read text twice or never
+KEPT_SETTINGS += ["document_mask"]  # else its losses would mean something else
 
 
 @dataclass
