@@ -25,7 +25,7 @@ from typing import Annotated
 import tyro
 
 from ablation.plan import JUDGED_PAIRS, STUDIES, TYPES, Plan, base_settings, find_plan, load_plan
-from errors import UserError, end, fit_stdout, printable
+from errors import UserError, exit_with, fit_stdout, printable
 from files import locked
 from flags import call_with_flags, optional, parse_flags
 
@@ -267,4 +267,4 @@ def main() -> int:
         return judge_idea(command) if isinstance(command, Judge) else compare(command, command.folder)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the process has ended
-        end(f"stopped; the same command resumes it: python {shlex.join(sys.argv)}", 130)
+        exit_with(f"stopped; the same command resumes it: python {shlex.join(sys.argv)}", 130)

@@ -1,7 +1,7 @@
 """How a program ends when something is wrong.
 
-Everything that a user hands in is read inside `reading`, in code that takes files to be good: whatever is raised there
-becomes one line and exit status 2. `--traceback` on any command line shows where it was raised.
+Everything that a user hands in is read inside `reading`. The block may assume that the file is valid: any exception in
+it becomes one line and exit status 2. `--traceback` on any command line shows where it was raised.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
 
-# A text of others may contain escape sequences, which move the cursor, rename the window or hide text. All control
-# characters but tab and newline are shown as their Unicode pictures; C1 has none.
+# A text of others may contain escape sequences, which move the cursor, rename the window or hide text. Control
+# characters are shown as their Unicode pictures; those of C1, and bytes of an argument that are not UTF-8, have none.
 PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
-PICTURES |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+PICTURES |= {0x7F: 0x2421} | dict.fromkeys((*range(0x80, 0xA0), *range(0xDC80, 0xDD00)), 0xFFFD)
 
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of a terminal; they take no place in a line
+COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of a terminal; they have no width
 COMMAND = re.compile(r"python (-m|\S+\.py) .*")
-VERBATIM = ("{", "  |")  # a JSON object and a model's text begin like this
+NEVER_WRAPPED = ("{", "  |")  # how a line of JSON and a line of a model's text begin
 
 
 def printable(text: str) -> str:
@@ -33,16 +33,16 @@ def printable(text: str) -> str:
 
 
 def fit_terminal(text: str, stream: TextIO) -> str:
-    """The text, for a terminal with long lines broken between words, but not inside a command, which people copy."""
+    """The text; for a terminal with long lines broken between words, but not inside a command, which people copy."""
     if not stream.isatty():
         return text
-    import shutil  # these two only here, as Ctrl-C in an import is a traceback
+    import shutil  # imported here, as before `exit_on_user_error` Ctrl-C in an import is a traceback
     import textwrap
 
     options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
     columns, lines = shutil.get_terminal_size().columns, text.split("\n")
     for i, line in enumerate(lines):
-        if len(COLOURS.sub("", line)) > columns and not line.startswith(VERBATIM):
+        if len(COLOURS.sub("", line)) > columns and not line.startswith(NEVER_WRAPPED):
             unbroken = COMMAND.sub(lambda command: command[0].replace(" ", "\xa0"), line)  # no-break spaces
             lines[i] = textwrap.fill(unbroken, columns, **options).replace("\xa0", " ")
     return "\n".join(lines)
@@ -58,8 +58,8 @@ class UserError(Exception):
     """Something that the user can fix. The message is one line: what is wrong, where, and what to do."""
 
     def __str__(self) -> str:
-        """The message with control characters as escapes, as it may quote files of others."""
-        return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in super().__str__())
+        """The message on one line and without control characters, as it may quote files of others."""
+        return printable(super().__str__()).replace("\n", "␊")
 
 
 @contextlib.contextmanager
@@ -70,7 +70,8 @@ def reading(path: Path | str, fix: str = "download or save it again") -> Iterato
     except (UserError, MemoryError):
         raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # a panic in Rust
+        is_rust_panic = type(error).__name__ == "PanicException"  # it is no Exception, and no module exports it
+        if not isinstance(error, Exception) and not is_rust_panic:
             raise
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         if isinstance(error, KeyError):
@@ -91,11 +92,6 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def usable_cores() -> int:
-    """The CPU cores that this process may use: `taskset`, Slurm and cpusets may allow fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def is_main_process() -> bool:
     """Whether this is the one that prints and writes, of the processes of one training run."""
     return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
@@ -103,12 +99,10 @@ def is_main_process() -> bool:
 
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
-    """Turn a `UserError`, or what the system says about a file, into one line and exit status 2; Ctrl-C into 130; and a
-    pipe that its reader has closed (`| head`) into 141, that of SIGPIPE. Standard output and error become UTF-8.
+    """Run a program in this block. It ends with one line and the status 2 for an error that the user can fix, 130 for
+    Ctrl-C, and 141, as by SIGPIPE, when the reader of its output has closed the pipe (`| head`).
     """
-    for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed, so that the next file to be opened would get its number
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+    open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="replace")
     signal.signal(signal.SIGINT, interrupt)
@@ -116,46 +110,59 @@ def exit_on_user_error() -> Iterator[None]:
     if show_traceback:
         sys.argv.remove("--traceback")
     try:
-        for text in (__file__, *sys.argv[1:]):
-            if text != text.encode("utf-8", "replace").decode():
-                raise UserError(f"{text} is not UTF-8; give texts and names of files in UTF-8.")
+        for argument in (__file__, *sys.argv[1:]):
+            if argument != argument.encode("utf-8", "replace").decode():
+                raise UserError(f"{argument} is not UTF-8; give texts and names of files in UTF-8.")
         try:
             yield
         finally:
-            print(end="", flush=True)  # not at the exit of the interpreter, where a full disk would be a traceback
+            sys.stdout.flush()  # here, as a full disk is a traceback when the interpreter flushes
     except SystemExit as error:  # such as after a wrong flag
-        wait_for_main_process(error.code)
+        let_main_process_print_first(error.code)
         raise
-    except BrokenPipeError:  # nobody wants the rest
-        end("", 141)
+    except BrokenPipeError:
+        exit_with("", 141)
+    except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the process has ended
+        exit_with("stopped.", 130)
+    except ModuleNotFoundError as error:
+        exit_with(f"error: this needs the package {error.name}: pip install {error.name}", 2)
     except (UserError, OSError) as error:
         if show_traceback:
             sys.excepthook(*sys.exc_info())
         if isinstance(error, OSError) and error.filename is not None:
-            error = f"{error.filename}: {error.strerror}."
-        end(f"error: {error}", 2)
-    except ModuleNotFoundError as error:
-        end(f"error: this needs the package {error.name}: pip install {error.name}", 2)
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the process has ended
-        end("stopped.", 130)
+            error = UserError(f"{error.filename}: {error.strerror}.")
+        exit_with(f"error: {error}", 2)
 
 
-def end(message: str, status: int) -> NoReturn:
+def open_closed_streams() -> None:
+    """Open what a caller has closed on the null device: the next file to be opened would get its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
+def exit_with(message: str, status: int) -> NoReturn:
     """Print the message to standard error and exit."""
-    wait_for_main_process(status)
-    for stream, text in ((sys.stdout, ""), (sys.stderr, message and fit_terminal(message, sys.stderr) + "\n")):
-        try:
-            print(text, end="", file=stream, flush=True)
-        except OSError:  # Python would report it again on exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    let_main_process_print_first(status)
+    print_or_discard("", sys.stdout)
+    if message:
+        print_or_discard(fit_terminal(message, sys.stderr) + "\n", sys.stderr)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         os._exit(status)  # at Python's own exit, a process group that has lost a process may abort
     sys.exit(status)
 
 
+def print_or_discard(text: str, stream: TextIO) -> None:
+    """Print the text and flush. What nobody takes is discarded, as Python would complain about it again on exit."""
+    try:
+        print(text, end="", file=stream, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def interrupt(_: int, frame: FrameType | None) -> None:
-    """Raise `KeyboardInterrupt`; in an import or in Numba's compiler, which may lose it, end the process."""
+    """Raise `KeyboardInterrupt` for Ctrl-C. Imports and Numba's compiler can swallow that, so in them exit at once."""
     while frame is not None:
         if "<frozen importlib" in frame.f_code.co_filename or "llvmlite" in frame.f_code.co_filename:
             os.write(2, b"stopped.\n")
@@ -164,8 +171,8 @@ def interrupt(_: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def wait_for_main_process(status: int) -> None:
-    """Let the main process print its error first: when another process ends, all are stopped."""
+def let_main_process_print_first(status: int) -> None:
+    """Wait in the other processes before they end with an error: when one has ended, all are stopped."""
     if status and not is_main_process():
         time.sleep(3)
 

@@ -17,7 +17,7 @@ def read_json(path: Path) -> dict:
     import json  # here, as Ctrl-C in an import before `exit_on_user_error` is a traceback
 
     with reading(path):
-        return dict(json.loads(path.read_bytes())) if path.is_file() else {}  # a named pipe is none
+        return dict(json.loads(path.read_bytes())) if path.is_file() else {}  # not of a named pipe
 
 
 def read_toml(path: Path) -> dict:
@@ -62,19 +62,18 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def fsync(*paths: Path) -> None:
-    """fsync files and directories (Windows can fsync only files)."""
+    """fsync files and directories (Windows can fsync only files that are open for writing)."""
     for path in paths:
         if path.is_file() or os.name != "nt":
-            descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+            flags = os.O_RDWR if path.is_file() else os.O_RDONLY
+            descriptor = os.open(path, flags)
             os.fsync(descriptor)
             os.close(descriptor)
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make a folder and hold its lock inside the block, which deletes the folder if it leaves it empty. `UserError`
-    where another process holds the lock.
-    """
+    """Create a folder and hold its lock. An empty one is deleted at the end. `UserError`: another process has it."""
     import shutil
 
     from filelock import FileLock, Timeout

@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import functools
 import io
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable
@@ -27,7 +28,7 @@ Beta = Annotated[float, Meta(ge=0, lt=1)]
 
 
 def optional(metavar: str, **options: object) -> object:
-    """The mark of a setting that may be absent; the setting's docstring says what happens then."""
+    """For tyro, a setting that may be None: --help shows METAVAR and no default; the setting's own help tells it."""
     return arg(metavar=metavar, help_behavior_hint="", **options)
 
 
@@ -40,8 +41,8 @@ def convert(name: str, value: object, kind: Any, *, strict: bool = True) -> Any:
         return msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:
         choices = [choice for choice in get_args(kind) if isinstance(choice, str)]
-        reason = f"Expected {', '.join(choices)}" if choices else error
-        raise UserError(f"{name} is {value!r}: {reason}.{nearest(str(value), choices)}") from None
+        expected = f"Expected {', '.join(choices)}" if choices else str(error)
+        raise UserError(f"{name} is {value!r}: {expected}.{nearest(str(value), choices)}") from None
 
 
 def check_fields(table: object) -> None:
@@ -60,7 +61,25 @@ def check_dashes(arguments: Iterable[str]) -> None:
 
 
 def parse_flags(kind: Callable, **options: object) -> Any:
-    """`tyro.cli`, with one line about a flag or value that it does not accept in place of its box, which looks so:
+    """`tyro.cli`, with a `UserError` in place of its box about a flag or value that it does not accept."""
+    arguments = options.get("args", sys.argv[1:])
+    check_dashes(arguments)
+    if {"-h", "--help"} & {*arguments}:
+        return tyro.cli(kind, **options)
+    box = io.StringIO()
+    columns = os.environ.get("COLUMNS", "")  # an empty one counts as none
+    os.environ["COLUMNS"] = "1000000"  # so that no word is broken in the box
+    try:
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(kind, **options)
+    except SystemExit:
+        raise UserError(explain_box(box.getvalue())) from None
+    finally:
+        os.environ["COLUMNS"] = columns
+
+
+def explain_box(box: str) -> str:
+    """What tyro's box says, as one line. In colours, it looks so:
 
     ╭─ Unrecognized options ──────────────────╮
     │ Unrecognized options: --nrom, rms       │
@@ -68,23 +87,14 @@ def parse_flags(kind: Callable, **options: object) -> Any:
     │ Perhaps you meant:                      │
     │     --norm STR                          │
     │         Norm of the layers.             │
-    ╰─────────────────────────────────────────╯
     """
-    check_dashes(options.get("args", sys.argv[1:]))
-    box = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(box):
-            return tyro.cli(kind, **options)
-    except SystemExit as end:
-        if not end.code:
-            raise
-    _title, *lines = COLOURS.sub("", box.getvalue()).splitlines()
+    _title, *lines = COLOURS.sub("", box).splitlines()
     text = " ".join(line.strip("│ ") for line in lines if not line.startswith("│         "))  # without help of flags
     reason = text.partition(" ──")[0].rstrip(".")
     reason = re.sub("^Missing value for argument '(.*)'.*", r"\1 needs a value after it", reason)
     reason = re.sub("^Error parsing (.*): invalid literal .*: ('.*')", r"\1 is \2, no whole number", reason)
     similar = re.search("Perhaps you meant: (--[a-z0-9-]+)", text)
-    raise UserError(f"{reason}; see --help.{f' Did you mean {similar[1]}?' if similar else ''}")
+    return f"{reason}; see --help.{f' Did you mean {similar[1]}?' if similar else ''}"
 
 
 def call_with_flags(function: Callable, **options: object) -> Any:
@@ -98,7 +108,7 @@ def call_with_flags(function: Callable, **options: object) -> Any:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """` Did you mean X?`, or an empty string when no name is close or has these initials, as lr and wd."""
+    """` Did you mean X?`, the name with these initials (lr: learning_rate) or the closest one; or an empty text."""
     names = [*names]
     by_initials = {"".join(word[:1] for word in re.split("[-_]", other)): other for other in names}
     close = by_initials.get(name.strip("-")) or next(iter(difflib.get_close_matches(name.lower(), names)), None)

@@ -1,11 +1,9 @@
 """Train a LLaMA-style decoder: reads the command line and hands it to training/."""
 
-import contextlib
-import io
 import os
 import sys
 
-from errors import exit_on_user_error, fit_stdout, is_main_process, printable
+from errors import exit_on_user_error, fit_stdout, printable
 
 DESCRIPTION = """Train a small LLaMA-style transformer on text, on a GPU or a CPU.
 
@@ -37,8 +35,7 @@ def main() -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost process is one line, not a stack of C++ frames
     from training.settings import parse  # imported here, so that Ctrl-C at any time ends in one line
 
-    with contextlib.nullcontext() if is_main_process() else contextlib.redirect_stderr(io.StringIO()):
-        command = parse(sys.argv[1:], DESCRIPTION)
+    command = parse(sys.argv[1:], DESCRIPTION)
     fit_stdout(printable)  # also what others wrote
     from training import commands  # imports torch, which --help does not wait for
 

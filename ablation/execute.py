@@ -30,7 +30,7 @@ from ablation.run import settings_hash, train_run
 from ablation.study import Study
 from checkpoints.find import find_checkpoint
 from data.sources import HUB_TEXTS, resolve
-from errors import UserError, printable, usable_cores
+from errors import UserError, printable
 from files import locked, replace_text
 from model.decoder import Decoder
 from model.device import choose_device, commit, device_model
@@ -86,7 +86,9 @@ def local_workers(torch_device: str, jobs: int | None) -> list[str]:
         raise UserError(f"--jobs {jobs} must be at least 1.")
     chosen = choose_device(torch_device)
     if chosen.type == "cpu":
-        return ["cpu"] * (jobs or usable_cores())
+        # `taskset`, Slurm and cpusets may allow fewer cores than the machine has.
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        return ["cpu"] * (jobs or cores)
     devices = [str(chosen)]
     if chosen.type == "cuda" and torch_device == "auto":  # GPUs of one model, as all arms of a seed are made on it
         gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]

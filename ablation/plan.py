@@ -19,7 +19,7 @@ from errors import UserError
 from files import read_toml, replace_text
 from flags import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_fields, convert, nearest, optional
 from model.config import ModelConfig
-from training.settings import CONFIGS, Settings, config_path, load_settings, read_table
+from training.settings import CONFIGS, Settings, config_path, implied, load_settings, read_table, replace_settings
 
 STUDIES = CONFIGS.parent / "studies"
 MAX_SEEDS = 500  # final runs of an arm
@@ -58,21 +58,13 @@ def base_settings(config: str) -> Settings:
 
 
 @functools.cache
-def checkpoint_model(init_from: str) -> tuple[str, ModelConfig] | None:
+def checkpoint_model(init_from: str) -> tuple[str, ModelConfig | None]:
     """The directory of a checkpoint, and its model; None for what only studies.convert or nobody can begin with."""
     try:
         directory = str(find_checkpoint(init_from))
     except UserError:
-        return None
+        return init_from, None
     return directory, load_config(directory)
-
-
-def replace_settings(settings: Settings, changes: dict[str, Any]) -> Settings:
-    """The settings with those values changed."""
-    tables = {}
-    for name, table in vars(settings).items():
-        tables[name] = dataclasses.replace(table, **{key: changes[key] for key in vars(table) if key in changes})
-    return Settings(**tables)
 
 
 @dataclass(frozen=True)
@@ -200,14 +192,11 @@ def arm_settings(plan: Plan, arm: Arm) -> Settings:
     given = ({"steps": plan.steps} if plan.steps else {}) | arm.settings
     settings = base_settings(plan.config)
     init_from = given.get("init_from", settings.run.init_from)
-    if init_from is not None and checkpoint_model(init_from) is not None:
-        directory, model = checkpoint_model(init_from)
-        settings = dataclasses.replace(settings, model=model)
-        given = {"norm_bias": True} | given if "norm" in given and model.has_norm_bias else given
-        given = given | {"init_from": directory}
-    if "sequence_length" in given:
-        given = {"first_sequence_length": None} | given
-    settings = replace_settings(settings, given)
+    directory, parent = (None, None) if init_from is None else checkpoint_model(init_from)
+    changes = implied(given, settings, parent) | given
+    if parent is not None:
+        changes = vars(parent) | changes | {"init_from": directory}
+    settings = replace_settings(settings, changes)
     steps = settings.optimizer.steps
     changes = {"evaluate_every": max(1, steps // EVALUATIONS)}
     if "steps" in given and "warmup_steps" not in given:  # the config's is for its own steps

@@ -52,8 +52,8 @@ with errors.exit_on_user_error(), open({str(tmp_path / "file")!r}, "w") as file:
 @pytest.mark.skipif(os.name == "nt", reason="there, command lines are Unicode")
 def test_a_command_line_that_is_not_utf_8_is_one_line_before_anything_is_made(tmp_path):
     command = [sys.executable, ROOT / "train.py", "--out", tmp_path / "run", "--sample-prompts", b"caf\xe9"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and done.stderr.startswith(r"error: caf\udce9 is not UTF-8")
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60)
+    assert done.returncode == 2 and done.stderr.startswith("error: caf� is not UTF-8")
     assert len(done.stderr.splitlines()) == 1 and not os.listdir(tmp_path)
 
 
@@ -77,7 +77,7 @@ def test_a_terminal_gets_no_control_characters_lines_that_end_between_words_and_
     assert fit_terminal(text, terminal) == text.replace(" many", "\n  many").replace(" python", "\n  python")
     assert fit_terminal("\x1b[1mone\x1b[0m of the colours", terminal) == "\x1b[1mone\x1b[0m of the colours"
     assert fit_terminal("  | a text by the model, of 40 columns", terminal) == "  | a text by the model, of 40 columns"
-    assert str(UserError("é ▁ a\nb\x1b[31m\x9b\ud800\t")) == r"é ▁ a\nb\x1b[31m\x9b\ud800\t"
+    assert str(UserError("é ▁ a\nb\x1b[31m\x9b\udc80")) == "é ▁ a␊b␛[31m��"
     note("a/\x1b]0;title\x07/b")
     assert capsys.readouterr().err == "a/␛]0;title␇/b\n"
 
@@ -93,6 +93,11 @@ def test_what_is_wrong_in_a_file_is_one_line_with_its_name_and_the_fix_and_a_byt
         with pytest.raises(UserError, match=r"^x cannot be read \(.+\); fix it\.$"), reading("x", "fix it"):
             raise error
     assert read_json(tmp_path / "none.json") == {}
+
+
+def test_what_the_system_says_of_a_file_cannot_send_commands_to_the_terminal():
+    done = python("with errors.exit_on_user_error(): open('no/\\x1b[31mx')")
+    assert (done.returncode, done.stderr) == (2, "error: no/␛[31mx: No such file or directory.\n")
 
 
 def test_a_missing_package_is_one_line_and_a_traceback_is_shown_where_it_is_asked_for():

@@ -62,6 +62,7 @@ ablate reprot nothere -> reprot is no .* Did you mean report\?
 ablate report -> Missing from ablate.py report: FOLDER
 train --freeze --norm rms -> --freeze needs a value
 train --resume -> --resume needs a value
+train --init-from= --steps 5 -> --init-from needs a value
 train ——norm rms -> ——norm begins with another dash; write two hyphens: --norm
 train RUN --data x -> .*RUN is no flag; write --init-from \(or --resume\) .*RUN
 train --eval-only --init-from RUN --data x --norm layer -> --eval-only takes the model as it is; leave out --norm
@@ -78,6 +79,7 @@ ablate --vary weight_decay=0.1,0.5,norm=layer,rms -> .*norm=layer,rms: a space s
 ablate --a x=1 y=2 -> y=2 stands alone; settings of one flag are one text in quotes
 ablate --vary freeze=,norms -> --freeze norms matches no parameter
 train --norms rms -> Unrecognized options: --norms, rms; see --help. Did you mean --norm\?
+train --input /a/path/to/a/folder/of/texts/columns/text.txt -> .* /a/path/to/a/folder/of/texts/columns/text.txt;
 train --steps abc -> --steps is 'abc', no whole number; see --help
 train --steps -> --steps needs a value after it; see --help
 train --dtype RMS -> invalid choice 'RMS' for argument '--dtype'. Expected one of .*; see --help
@@ -143,7 +145,8 @@ def test_a_mistake_is_one_line(folder, command, line, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
-    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as in a terminal,
+    monkeypatch.setenv("COLUMNS", "50")  # a narrow one, which must break no word
     with pytest.raises(SystemExit) as end, exit_on_user_error():
         PROGRAMS[program]()
     *notes, said = capsys.readouterr().err.splitlines()

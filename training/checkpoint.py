@@ -101,21 +101,14 @@ def publish(target: Path, state: State) -> None:
     recover_interrupted_save(target)
 
 
-def delete(directory: Path) -> None:
-    """Delete a directory, or the link or file of that name that a run of others may have."""
-    if directory.is_symlink() or directory.is_file():
-        directory.unlink()
-    shutil.rmtree(directory, ignore_errors=True)
-
-
 def recover_interrupted_save(target: Path) -> None:
     """Finish or undo a save: afterwards only `target` is left, if any of the three was complete."""
     for candidate in save_paths(target)[1:]:
         if not is_complete(target) and is_complete(candidate):
-            delete(target)
+            shutil.rmtree(target, ignore_errors=True)
             candidate.rename(target)
             fsync(target.parent)  # before what it replaces is deleted
-        delete(candidate)
+        shutil.rmtree(candidate, ignore_errors=True)
 
 
 def find_complete(target: Path) -> Path | None:

@@ -17,7 +17,7 @@ from training.estimate import estimate
 from training.evaluate import evaluate
 from training.loop import train
 from training.processes import explain_lost_process
-from training.session import choose_machine, prepare_corpus
+from training.session import prepare_corpus, use_machine
 from training.settings import Command, Settings
 
 LESS_MEMORY = "use a smaller --micro-batch-size, --activation-checkpointing, a smaller model, or less --data"
@@ -77,7 +77,7 @@ def evaluate_checkpoint(settings: Settings) -> None:
     changed = [name for name, value in vars(settings.model).items() if value != model_as_it_is[name]]
     if changed:
         raise UserError(f"--eval-only takes the model as it is; leave out --{changed[0].replace('_', '-')}.")
-    device, dtype = choose_machine(settings.machine)
+    device, dtype = use_machine(settings.machine)
     corpus = prepare_corpus(settings)
     model = load_pretrained(directory, device=device, compute_dtype=dtype)
     text = f"all of {', '.join(data.data)}, also what a run on it trains on"

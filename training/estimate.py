@@ -14,7 +14,7 @@ from errors import counted, note
 from model.count import adapter_parameters, flops_per_token, layer_matrices, num_parameters
 from model.device import device_name
 from training.processes import ALONE
-from training.session import check_machine, choose_machine, epochs, initial_model, open_text, prepare_training
+from training.session import check_machine, epochs, initial_model, open_text, prepare_training, use_machine
 from training.settings import Settings
 from training.step import train_step
 
@@ -27,7 +27,7 @@ BYTES_PER_TOKEN = 3.5  # of a larger text: see SAMPLE_SIZE in data/train_tokeniz
 
 def estimate(settings: Settings) -> float:
     """Print what one process needs, and return the seconds of all steps, NaN where they are not measured."""
-    device, dtype = choose_machine(settings.machine)
+    device, dtype = use_machine(settings.machine)
     check_machine(settings, device, ALONE)
     data, steps, rank = settings.data, settings.optimizer.steps, settings.run.lora
     tokens = steps * data.batch_size * data.sequence_length
@@ -47,8 +47,9 @@ def estimate(settings: Settings) -> float:
     print(f"training  {tokens:,} tokens in {counted(steps, 'step')} of {batch}")
     print(f"compute   {flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million per token")
     print_memory(settings, dtype, device)
-    seconds = measure_time(settings, device, dtype)
-    if corpus is not None and corpus.chat:
+    is_chat = corpus is not None and corpus.chat is not None
+    seconds = measure_time(settings, device, dtype, has_documents=is_chat or data.document_mask)
+    if is_chat:
         print(f"a row of conversations, in which lines with + are learned:\n{corpus.show_row()}")
     return seconds
 
@@ -60,7 +61,8 @@ def print_memory(settings: Settings, dtype: torch.dtype, device: torch.device) -
     micro_batch = f"a micro-batch of {settings.data.micro_batch()} in {str(dtype).removeprefix('torch.')}"
     config = settings.model
     is_usual = config.norm in ("rms", "layer") and config.mlp == "swiglu" and not config.qk_norm
-    prefix = "" if is_usual and kernels.implementation(device) is not kernels.reference else "at least "
+    counts_all = is_usual and kernels.implementation(device) is not kernels.reference
+    prefix = "" if counts_all else "at least "
     print(f"memory    {prefix}{format_bytes(sum(sizes.values()))}: {listed} for {micro_batch}", flush=True)
     if settings.machine.shard:
         # Undivided: also the gathered weights of embedding, head and two layers, and their gradients; no other copies.
@@ -113,9 +115,9 @@ def kept_elements(settings: Settings, fused: bool) -> int:
     return layers * layer + 2 * width
 
 
-def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -> float:
+def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype, *, has_documents: bool) -> float:
     """Print and return the seconds of all steps: NaN, or from the fastest step of a quick number of sequences."""
-    data, clip = settings.data, settings.optimizer.clip
+    data = settings.data
     sequences = data.micro_batch()
     if device.type == "cpu":
         flops = data.sequence_length * flops_per_token(settings.model, data.sequence_length)
@@ -126,23 +128,29 @@ def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype) -
     with contextlib.redirect_stdout(None):
         model = initial_model(settings, dtype)
     forward, optimizer, scaler = prepare_training(model, settings, device, ALONE)
+    micro_batch = [*torch.randint(settings.model.vocab_size, (2, sequences, data.sequence_length))]
+    if has_documents:
+        micro_batch.append(torch.zeros_like(micro_batch[0]))
+
+    def time_step(micro_batches: int) -> float:
+        start = time.perf_counter()
+        train_step(forward, [micro_batch] * micro_batches, optimizer, scaler, settings.optimizer.clip, ALONE, device)
+        return time.perf_counter() - start
+
     note(f"measuring {STEPS} steps, or fewer once they took {MAX_SECONDS} seconds ...")
-    batch = torch.randint(settings.model.vocab_size, (2, sequences, data.sequence_length))
-    several = sequences < data.batch_size  # micro-batches in a step: then one and two of them are measured
-    fastest = {1: math.inf, 2: math.inf}  # seconds of a step, by its number of micro-batches
-    measured = 0
-    began = time.perf_counter()
-    train_step(forward, [tuple(batch)], optimizer, scaler, clip, ALONE, device)  # the first step takes longer
-    while measured == 0 or (measured < STEPS and time.perf_counter() - began < MAX_SECONDS):
-        for count in (1, 2) if several else (1,):
-            start = time.perf_counter()
-            train_step(forward, [tuple(batch)] * count, optimizer, scaler, clip, ALONE, device)
-            fastest[count] = min(fastest[count], time.perf_counter() - start)
-        measured += 1
-    step = fastest[1]
-    if several:  # each micro-batch after the first takes as much longer as the second
-        step += (data.batch_size / sequences - 1) * (fastest[2] - fastest[1])
-    how = f"{step:,.2f} s a step, the fastest of {measured} at a batch size of {sequences}"
+    end = time.perf_counter() + MAX_SECONDS
+    time_step(1)  # the first takes longer
+    with_one, with_two = [], []
+    while not with_one or (len(with_one) < STEPS and time.perf_counter() < end):
+        with_one.append(time_step(1))
+        if sequences < data.batch_size:
+            with_two.append(time_step(2))
+    step = min(with_one)
+    if with_two:  # each micro-batch after the first takes as much longer as the second
+        step += (data.batch_size / sequences - 1) * (min(with_two) - min(with_one))
+    how = f"{step:,.2f} s a step, the fastest of {len(with_one)} at a batch size of {sequences}"
+    if data.first_sequence_length is not None:
+        how += "; the first steps, whose sequences are shorter, take less"
     print(f"time      {format_time(step * settings.optimizer.steps)} on {device_name(device)}: {how}")
     return step * settings.optimizer.steps
 

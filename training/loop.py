@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from errors import UserError
+from errors import UserError, is_main_process
 from training import checkpoint, metrics
 from training.evaluate import evaluate
 from training.optimizer import learning_rate
@@ -55,18 +55,18 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
     session = set_up(settings, run_dir, resume=resume)
     processes = session.processes
     processes.wait()  # all have read the save that `open_run` may rename
-    if processes.is_main:
+    if is_main_process():
         open_run(session)
-    hidden = None if processes.is_main else True  # None: hidden where standard error is no terminal
+    hidden = None if is_main_process() else True  # None: hidden where standard error is no terminal
     bar = tqdm(total=session.steps, initial=session.state.step, unit="step", disable=hidden, dynamic_ncols=True)
     stopped_by = 0
     with stop_signals(second_interrupts=processes.count == 1) as received, bar:
         if settings.run.init_from is not None and not resume:
             evaluate_and_save(session)
         for result in train_steps(session):
-            if processes.is_main:
-                so_far = {"tokens": session.state.tokens, "seconds": session.state.seconds}
-                metrics.write(session.run_dir, **vars(result) | so_far)
+            if is_main_process():
+                state = session.state
+                metrics.write(session.run_dir, **vars(result), tokens=state.tokens, seconds=state.seconds)
                 show_step(session, bar, result)
             stopped_by = int(processes.max(received[-1]))
             if result.step % settings.run.evaluate_every == 0 or result.step == session.steps:
@@ -76,7 +76,7 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
             if stopped_by:
                 break
         bar.close()
-        if processes.is_main:
+        if is_main_process():
             report_end(session)
     finish_processes(processes)
     return 0 if session.state.step == session.steps else stopped_by
@@ -103,11 +103,11 @@ def evaluate_and_save(session: Session) -> None:
     if not math.isfinite(result.loss):
         raise diverged(session, session.state.step, f"the validation loss is {result.loss:g}")
     session.validation_losses.append(result.loss)
-    if processes.is_main:
+    if is_main_process():
         means = dict(validation_loss=result.loss, perplexity=result.perplexity, bits_per_byte=result.bits_per_byte)
         metrics.write(session.run_dir, session.state.step, **means)
     save(session, result.loss)
-    if processes.is_main:
+    if is_main_process():
         show_evaluation(session, result)
 
 
@@ -122,7 +122,7 @@ def save(session: Session, validation_loss: float | None = None) -> None:
     try:
         checkpoint.write_tensors(last, session.model, session.optimizer, tokenizer, processes)
         processes.wait()  # what follows needs the files of all processes
-        if processes.is_main:
+        if is_main_process():
             checkpoint.publish_save(last, state, tokenizer, is_best=is_best)
     except OSError as error:
         saves = checkpoint.describe_saves(session.run_dir)

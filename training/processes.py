@@ -15,8 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 import kernels
 from errors import UserError
@@ -34,30 +33,29 @@ class Processes:
     device: torch.device | None = None  # device of this process; a single one chooses its own
     sharded: bool = False  # whether the weights are divided among them
 
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
     @contextlib.contextmanager
     def main_first(self) -> Iterator[None]:
         """A block that the other processes enter when the main one has left it, perhaps hours later."""
-        if not self.is_main:
+        if self.rank > 0:
             self.store.wait(["main_first"], timedelta(hours=6))
         yield
-        if self.is_main and self.count > 1:
+        if self.rank == 0 and self.count > 1:
             self.store.set("main_first", "done")
 
     def folder_of_main(self, folder: Path) -> Path:
         """The `folder` of the main process, in all processes."""
-        if self.is_main and self.count > 1:
+        if self.rank > 0:
+            return Path(self.store.get("folder").decode())
+        if self.count > 1:
             self.store.set("folder", str(folder.absolute()))
-        return folder if self.is_main else Path(self.store.get("folder").decode())
+        return folder
 
     def check_equal(self, **values: object) -> None:
         """Raise `UserError` in all processes unless each has the same values, by their `repr`."""
         for name, value in values.items():
             digest = int(hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest(), 16)  # exact as a float64
-            if -self.max(-digest) != self.max(digest):
+            minimum, maximum = -self.max(-digest), self.max(digest)
+            if minimum != maximum:
                 raise UserError(f"the {name} of the processes differ; give all the same files, settings and Python.")
 
     def wait(self) -> None:
@@ -75,13 +73,6 @@ class Processes:
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(total, operation)
         return total.item()
-
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The model, with gradients averaged over the processes in each backward pass."""
-        if self.count == 1:
-            return model
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.13 renames broadcast_buffers
-            return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
 
 ALONE = Processes()

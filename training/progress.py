@@ -26,7 +26,7 @@ def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
     if math.isinf(result.gradient_norm):
         tqdm.write(f"step {result.step}: float16 overflow, update skipped; loss scale {session.scaler.get_scale():g}")
     data = session.settings.data
-    speed = f"{data.batch_size * data.sequence_length / result.seconds:,.0f}"
+    speed = f"{data.batch_size * data.sequence_length / result.step_seconds:,.0f}"
     bar.set_postfix({"loss": f"{result.loss:.3f}", "tok/s": speed}, refresh=result.step == 1)
     bar.update()
     if bar.disable and result.step % max(1, session.steps // 100) == 0:
@@ -36,8 +36,9 @@ def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
 def show_evaluation(session: Session, result: Evaluation) -> None:
     """Print an evaluation, what it means when the loss has risen twice, and before the end a text sample."""
     tqdm.write(f"step {session.state.step}: validation {result}")
-    rises = [after > before for before, after in itertools.pairwise(session.validation_losses[-4:])]
-    if rises[-2:] == [True, True] and rises != [True, True, True]:  # after the third it has been said
+    losses = [math.inf, *session.validation_losses]
+    rises = [after > before for before, after in itertools.pairwise(losses[-4:])]
+    if rises == [False, True, True]:
         tqdm.write(RISING)
     # With --shard there are no samples, as each token would gather all weights.
     if session.state.step < session.steps and not session.processes.sharded:
@@ -60,7 +61,8 @@ def samples(session: Session, prompts: list[str]) -> str:
     for prompt in prompts:
         ids = chat.encode([{"role": "user", "content": prompt}]) if chat else encode_prompt(tokenizer, prompt)
         first_tokens = None if chat else tokens_after(tokenizer, prompt)
-        ids = ids[min(new, context // 2) - context :]  # the end of a longer prompt
+        room = context - min(new, context // 2)
+        ids = ids[-room:]  # the end of a longer prompt
         new_tokens = generate(session.model, [ids], first_tokens=[first_tokens], **options)
         tokens = [token.id for token in new_tokens if token.end != "eos"]
         text = f"{prompt}\n> {tokenizer.decode(tokens)}" if chat else tokenizer.decode(ids + tokens)

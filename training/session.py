@@ -3,11 +3,13 @@
 import dataclasses
 import hashlib
 import shutil
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import kernels
 from checkpoints import pretrained
@@ -30,6 +32,13 @@ from training.step import split_batch
 
 SHORTER = 0.4  # share of the steps with shorter sequences than --sequence-length, with --first-sequence-length
 COMPILERS = ("g++", "clang++", "c++", "cl")
+
+
+# A resumed run must keep these settings, and all of the model.
+KEPT_SETTINGS = ["optimizer", "lora", "lora_alpha", "seed", "tokenizer"]
+KEPT_SETTINGS += ["validation_fraction", "validation_salt"]  # else it would validate on what it was trained on
+KEPT_SETTINGS += ["sequence_length"]  # else it would read text twice or never
+KEPT_SETTINGS += ["document_mask"]  # else its losses would mean something else
 
 
 @dataclass
@@ -85,14 +94,14 @@ def sequence_length(step: int, steps: int, data: DataSettings) -> int:
 def set_up(settings: Settings, run_dir: Path, *, resume: bool) -> Session:
     """Print and build the session of a new run, or of the last checkpoint in `run_dir`, in which it writes nothing."""
     processes = start_processes(settings.machine)
-    device, dtype = choose_machine(settings.machine, processes.device)
+    device, dtype = use_machine(settings.machine, processes.device)
     check_machine(settings, device, processes)
     keep_freed_memory()
     machine = dataclasses.replace(settings.machine, dtype=str(dtype).removeprefix("torch."))
     settings = dataclasses.replace(settings, machine=machine)
 
     last = checkpoint.find_last(run_dir) if resume else None
-    with processes.main_first():
+    with processes.main_first():  # it writes the tokens, which the others then read
         settings, corpus = open_text(settings, last)
     run_dir = processes.folder_of_main(run_dir)
     if last is None:
@@ -116,8 +125,8 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool) -> Session:
     return Session(settings, run_dir, processes, device, corpus, model, forward, optimizer, scaler, state)
 
 
-def choose_machine(machine: MachineSettings, device: torch.device | None = None) -> tuple[torch.device, torch.dtype]:
-    """The device and the dtype of activations that the settings mean; from now on their kernels are used, too."""
+def use_machine(machine: MachineSettings, device: torch.device | None = None) -> tuple[torch.device, torch.dtype]:
+    """Use the kernels of the settings from now on; returns their device and dtype of activations."""
     device = device or choose_device(machine.device)
     kernels.use(machine.kernels, device)
     return device, choose_dtype(machine.dtype, device)
@@ -216,8 +225,8 @@ def load_parent(model: Decoder, run: RunSettings) -> None:
         if names:
             print(f"  {len(names)} {what}: {', '.join(names)}")
     parent = load_config(run.init_from)
-    norms = (parent.norm, parent.norm_placement, model.config.norm)
-    if run.center_weights and norms == ("layer", "pre", "rms"):
+    is_layer_to_rms = parent.norm == "layer" and model.config.norm == "rms"
+    if run.center_weights and is_layer_to_rms and parent.norm_placement == "pre":
         print("  LayerNorm to RMSNorm: weights centered")
         center_residual_writers(model)
 
@@ -232,38 +241,29 @@ def prepare_training(
     if processes.sharded:
         shard(model, device, compiled=machine.compile)
     forward = model.to(device)
-    if not processes.sharded:
-        forward = processes.wrap(kernels.compile_model(model) if machine.compile else model)
+    if not processes.sharded and machine.compile:
+        forward = kernels.compile_model(model)
+    if not processes.sharded and processes.count > 1:
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.13 renames broadcast_buffers
+            forward = DistributedDataParallel(forward, broadcast_buffers=False, gradient_as_bucket_view=True)
     optimizer = build_optimizer(model, settings.optimizer, device)
     return forward, optimizer, torch.amp.GradScaler(device.type, enabled=model.compute_dtype == torch.float16)
 
 
 def fixed_settings(settings: Settings) -> dict[str, object]:
-    """The settings that a resumed run must keep.
-
-    With another split it would validate on what it was trained on, with other sequences read text twice or never, and
-    with those or another mask compare losses that mean something else.
-    """
-    values = vars(settings.run) | vars(settings.data) | vars(settings.optimizer)
-    names = ["optimizer", "lora", "lora_alpha", "seed", "tokenizer", "validation_fraction", "validation_salt"]
-    names += ["sequence_length", "document_mask"]
-    fixed = {name: values[name] for name in names} | vars(settings.model)
-    if settings.run.lora is not None:  # an adapter means nothing on other weights
-        base = Path(settings.run.init_from)
-        if base.is_dir():  # else `lora_model` says that it is gone
-            fixed["base"] = weights_digest(base)
+    """What a resumed run must keep: settings, and the weights below an adapter."""
+    run = settings.run
+    values = vars(run) | vars(settings.data) | vars(settings.optimizer)
+    fixed = {name: values[name] for name in KEPT_SETTINGS} | vars(settings.model)
+    if run.lora is not None and Path(run.init_from).is_dir():  # if it is gone, `lora_model` says so
+        files = find_weight_files(Path(run.init_from))
+        fixed["base_weights"] = " ".join(map(file_hash, files))  # an adapter means nothing on other weights
     return fixed
 
 
-def weights_digest(directory: Path) -> str:
-    """A hash of the beginning and the end of each weight file: training changes all of them."""
-    digest = hashlib.blake2b(digest_size=8)
-    for path in find_weight_files(directory):
-        with reading(path), path.open("rb") as file:
-            digest.update(file.read(1 << 16))
-            file.seek(max(0, path.stat().st_size - (1 << 16)))
-            digest.update(file.read())
-    return digest.hexdigest()
+def file_hash(path: Path) -> str:
+    with reading(path), path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def check_unchanged(settings: Settings, run_dir: Path, state: State, text_hash: str) -> None:

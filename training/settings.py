@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import itertools
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,6 +26,7 @@ from flags import Beta, Fraction, Name, NonNegativeFloat, NonNegativeInt, Option
 from model.config import NORMS, ModelConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"
+NEED_A_VALUE = ("--config", "--resume", "--init-from", "--init_from", "--norm", "--freeze")  # said before tyro does
 
 
 @dataclass(frozen=True)
@@ -113,11 +115,11 @@ class Settings:
         if not data.data:
             raise UserError("--data needs a file, a folder or another text.")
         if run.lora or run.lora_alpha:
-            needs = [("--lora RANK", run.lora), ("--init-from MODEL", run.init_from), ("no --freeze", not run.freeze)]
-            needs += [("--optimizer adamw", self.optimizer.optimizer == "adamw")]
-            for flag, is_met in needs:
-                if not is_met:
-                    raise UserError(f"LoRA needs {flag}.")
+            needs = {"--lora RANK": run.lora, "--init-from MODEL": run.init_from, "no --freeze": not run.freeze}
+            needs["--optimizer adamw"] = self.optimizer.optimizer == "adamw"
+            missing = [flag for flag, is_given in needs.items() if not is_given]
+            if missing:
+                raise UserError(f"LoRA needs {missing[0]}.")
         length, context = data.sequence_length, model.max_position_embeddings
         first = data.first_sequence_length or length
         if length > context:
@@ -138,67 +140,80 @@ class Command:
 
 def parse(arguments: list[str], description: str) -> Command:
     """Read the command line in two passes, as a few flags name the file or model with the defaults of all others."""
-    flags.check_dashes(arguments)
     if "-h" in arguments or "--help" in arguments:
         print(description)
         sys.exit()
-    sources, others = find_sources(arguments)
-    given = {argument.partition("=")[0].replace("_", "-") for argument in others}
-    if "--epochs" in given:
-        raise UserError("--epochs is not a setting: training is measured in --steps, each of --batch-size sequences.")
-    if arguments and not arguments[0].startswith("-"):
-        flag = "--data" if not (Path(arguments[0]) / "last").exists() else "--init-from (or --resume)"
-        raise UserError(f"{arguments[0]} is no flag; write {flag} {arguments[0]}.")
-    for flag, value in itertools.pairwise(others):
-        if flag in ("--eval-only", "--dry-run", "--prepare") and not value.startswith("-"):
-            raise UserError(f"{flag} takes no value; a run is named by --init-from {value}, a text by --data {value}.")
-    others = ["--help" if argument == "--help-all" else argument for argument in others]
-    options = {"default": defaults(sources, given), "prog": "train.py", "config": (tyro.conf.OmitArgPrefixes,)}
-    command = flags.parse_flags(Command, args=others, **options)
-    if "--freeze" in given and not command.settings.run.freeze:
-        raise UserError("--freeze needs a value after it; --help-all says which.")
-    return command
-
-
-def find_sources(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The values of the flags that decide the defaults of all others, and the other arguments."""
+    check_common_mistakes(arguments)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for names in (["--config"], ["--resume"], ["--init-from", "--init_from"], ["--norm"]):
-        parser.add_argument(*names, nargs="?", const="")
+        parser.add_argument(*names)
     sources, others = parser.parse_known_args(arguments)
-    for name, value in vars(sources).items():
-        if value == "":
-            values = f": one of {', '.join(NORMS)}" if name == "norm" else "; --help-all says which"
-            raise UserError(f"--{name.replace('_', '-')} needs a value after it{values}.")
-    return sources, others
+    given = {argument.partition("=")[0].lstrip("-").replace("-", "_") for argument in others}
+    others = ["--help" if argument == "--help-all" else argument for argument in others]
+    options = {"prog": "train.py", "config": (tyro.conf.OmitArgPrefixes,)}
+    return flags.parse_flags(Command, args=others, default=defaults(sources, given), **options)
 
 
-def defaults(sources: argparse.Namespace, given: set[str]) -> Command:
-    """The defaults of all flags: the settings that `sources` name, changed by what the `given` flags imply."""
+def check_common_mistakes(arguments: list[str]) -> None:
+    """`UserError` for what people often write, with what they may have meant."""
+    flags.check_dashes(arguments)
+    if arguments and not arguments[0].startswith("-"):
+        flag = "--init-from (or --resume)" if (Path(arguments[0]) / "last").exists() else "--data"
+        raise UserError(f"{arguments[0]} is no flag; write {flag} {arguments[0]}.")
+    if any(argument.partition("=")[0] == "--epochs" for argument in arguments):
+        raise UserError("--epochs is not a setting: training is measured in --steps, each of --batch-size sequences.")
+    for flag, value in itertools.pairwise([*arguments, "--"]):
+        name = flag.removesuffix("=")
+        if name in NEED_A_VALUE and (name != flag or value == "" or value.startswith("-")):
+            choices = f": one of {', '.join(NORMS)}" if name == "--norm" else "; --help-all says which"
+            raise UserError(f"{name} needs a value after it{choices}.")
+        if flag in ("--eval-only", "--dry-run", "--prepare") and not value.startswith("-"):
+            raise UserError(f"{flag} takes no value; a run is named by --init-from {value}, a text by --data {value}.")
+
+
+def defaults(sources: argparse.Namespace, given: Collection[str]) -> Command:
+    """The defaults of all flags: the settings that `sources` name, with what the `given` ones imply."""
     config = sources.config or ("finetune" if sources.init_from else "tiny")
-    if sources.resume is None:
-        settings = load_settings(config_path(config))
-    elif sources.config or sources.init_from or "--out" in given:
+    is_new = sources.resume is None
+    if not is_new and (sources.config or sources.init_from or "out" in given):
         raise UserError("--resume uses the settings of the run itself; leave out --config, --init-from and --out.")
-    else:
-        settings = load_settings(Path(sources.resume) / "settings.toml")
-    run, model, data = settings.run, settings.model, settings.data
-    init_from = sources.init_from or run.init_from
-    if init_from is not None and sources.resume is None:
-        run = dataclasses.replace(run, init_from=str(find_checkpoint(init_from)))
-        model = load_config(run.init_from)
-        if settings.model not in (ModelConfig(), model):
-            note(f"the model is that of {run.init_from}; the [model] of --config {config} is not used.")
+    settings = load_settings(config_path(config) if is_new else Path(sources.resume) / "settings.toml")
+    init_from = sources.init_from or settings.run.init_from
+    changes: dict[str, object] = {}
+    parent = settings.model if init_from is not None else None
+    if init_from is not None and is_new:
+        directory = str(find_checkpoint(init_from))
+        parent = load_config(directory)
+        changes = vars(parent) | {"init_from": directory}
+        if settings.model not in (ModelConfig(), parent):
+            note(f"the model is that of {directory}; the [model] of --config {config} is not used.")
+    if "data" in given:
+        changes["sample_prompts"] = ()  # those of the file are for its own text
     if sources.norm is not None:
-        bias = True if init_from and model.has_norm_bias else model.norm_bias  # converted with its bias
-        model = dataclasses.replace(model, norm=sources.norm, norm_bias=bias)
-    if "--data" in given:
-        run = dataclasses.replace(run, sample_prompts=())  # the prompts of the file are for its own text
-    length = min(data.sequence_length, model.max_position_embeddings)
-    if "--sequence-length" in given or length < data.sequence_length:  # also of the first sequences
-        data = dataclasses.replace(data, sequence_length=length, first_sequence_length=None)
-    settings = dataclasses.replace(settings, run=run, model=model, data=data)
-    return Command(Actions(config, sources.resume), settings)
+        changes["norm"] = sources.norm
+        given = {*given, "norm"}
+    changes |= implied(given, settings, parent)
+    return Command(Actions(config, sources.resume), replace_settings(settings, changes))
+
+
+def implied(given: Collection[str], settings: Settings, parent: ModelConfig | None) -> dict[str, object]:
+    """Values that settings have, unless they are given too, because of `given` ones and of the model of --init-from."""
+    values = {}
+    if parent is not None and "norm" in given and parent.has_norm_bias:
+        values["norm_bias"] = True  # a norm is converted with its bias
+    context = settings.model.max_position_embeddings if parent is None else parent.max_position_embeddings
+    if "sequence_length" in given or settings.data.sequence_length > context:
+        values["sequence_length"] = min(settings.data.sequence_length, context)
+        values["first_sequence_length"] = None
+    return values
+
+
+def replace_settings(settings: Settings, changes: dict[str, Any]) -> Settings:
+    """The settings with those values changed."""
+    tables = {}
+    for name, table in vars(settings).items():
+        tables[name] = dataclasses.replace(table, **{key: changes[key] for key in vars(table) if key in changes})
+    return Settings(**tables)
 
 
 def config_path(name: str) -> Path:
@@ -227,8 +242,7 @@ def read_table(path: Path, kind: type, values: dict) -> Any:
                 fix = f" It belongs in [{tables[0]}]." if tables else flags.nearest(name, types)
                 if path.name == "settings.toml":
                     fix += " If another version of this code wrote it, remove the line."
-                fix = fix or f" Known: {', '.join(types)}."
-                raise UserError(f"{path}: unknown key {name}.{fix}")
+                raise UserError(f"{path}: unknown key {name}.{fix or ' Known: ' + ', '.join(types)}")
             if dataclasses.is_dataclass(types[name]):
                 values[name] = read_table(path, types[name], value)
         try:

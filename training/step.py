@@ -18,7 +18,7 @@ class StepResult:
     loss: float  # mean of the batch before the update, nats per token
     gradient_norm: float  # before clipping; infinite when float16 overflowed and the update was skipped
     learning_rate: float  # learning rate before the multiplier of a parameter group
-    seconds: float  # wall-clock time of the step
+    step_seconds: float  # wall-clock time of the step
 
 
 class Diverged(UserError):

@@ -60,6 +60,7 @@ def assert_equal_runs(actual: Path, expected: Path) -> None:
     lines = [metrics.read(run) for run in (actual, expected)]
     for values in (*states, *lines[0], *lines[1]):
         values.pop("seconds", None)
+        values.pop("step_seconds", None)
     assert lines[0] == lines[1] and states[0] == states[1]
 
 

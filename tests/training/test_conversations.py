@@ -21,7 +21,7 @@ from generation.settings import Settings as GenerationSettings
 from model.decoder import Decoder
 from tests.training.runs import assert_parts_equal_a_run, evaluations, settings_of, train_run
 from tests.training.test_step import KeepsGradients
-from training.estimate import estimate
+from training import estimate
 from training.processes import Processes
 from training.step import split_batch, train_step
 
@@ -101,8 +101,12 @@ def test_a_run_learns_to_answer_and_its_answers_end(chat_flags, chat_file, tmp_p
     assert len(answers) == 6 and all(0 < len(answer) < 12 for answer in answers), answers
 
 
-def test_a_dry_run_marks_what_is_learned_and_a_question_is_asked_at_each_evaluation(chat_flags, tmp_path, capsys):
-    estimate(settings_of(*chat_flags))
+def test_a_dry_run_marks_what_is_learned_and_evaluations_ask_a_question(chat_flags, tmp_path, monkeypatch, capsys):
+    members = set()
+    with monkeypatch.context() as patch:
+        patch.setattr(estimate, "train_step", lambda _, micro_batches, *__: members.add(len(micro_batches[0])))
+        estimate.estimate(settings_of(*chat_flags))
+    assert members == {3}  # inputs, targets, documents
     row = capsys.readouterr().out.partition("a row of conversations, in which lines with + are learned:\n")[2]
     lines = row.splitlines()
     assert lines[0].startswith("  <s><|user|>Say ") and lines[0].endswith("<|end|><|assistant|>")

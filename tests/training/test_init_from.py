@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import generate
 from checkpoints.families import load_config
@@ -152,9 +151,8 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(start, tmp_path, dtyp
     base = shutil.copytree(Path(load_settings(tmp_path / "run" / "settings.toml").run.init_from), tmp_path / "base")
     settings = tmp_path / "run" / "settings.toml"
     settings.write_text(re.sub("init_from = .*", f'init_from = "{base}"', settings.read_text()))
-    weights = load_file(base / "model.safetensors")
-    save_file({name: tensor + 0.01 for name, tensor in weights.items()}, base / "model.safetensors")
-    with pytest.raises(UserError, match=r"cannot be resumed: base: .* -> "):
+    edit_tensors(base / "model.safetensors", lambda tensors: tensors["model.layers.0.self_attn.q_proj.weight"].zero_())
+    with pytest.raises(UserError, match=r"cannot be resumed: base_weights: .* -> "):
         resume(tmp_path / "run", "--steps", "20")
 
 

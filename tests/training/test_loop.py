@@ -87,15 +87,16 @@ def test_the_steps_report_what_the_run_logs_and_neither_print_nor_write(flags, t
     out, err = capfd.readouterr()
     steps = [line.split(":")[0] for line in out.splitlines() if "tok/s" in line]
     assert steps == [f"step {step} of 6" for step in range(1, 7)] and "\r" not in out + err
-    session, seconds = open_session(tmp_path / "steps", *extended), 0.0
+    session = open_session(tmp_path / "steps", *extended)
     for result, line in zip(train_steps(session), logged[:6], strict=True):
         assert result.step == session.state.step == line["step"]
-        seconds += result.seconds
-        assert session.state.tokens == line["tokens"] and session.state.seconds == seconds >= result.seconds > 0
+        assert session.state.tokens == line["tokens"]
         for name in ("loss", "gradient_norm", "learning_rate"):
             assert getattr(result, name) == line[name]
         rates = {group["lr"] for group in session.optimizer.param_groups}
         assert rates == {multiplier * result.learning_rate for multiplier in (1, 3, 5)}
+    seconds = np.cumsum([line["step_seconds"] for line in logged[:6]])
+    assert [line["seconds"] for line in logged[:6]] == seconds.tolist() and (np.diff(seconds) > 0).all()
     assert session.state.step == 6
     assert capfd.readouterr() == ("", "") and not (tmp_path / "steps").exists()
 
@@ -188,8 +189,22 @@ def test_a_step_of_several_micro_batches_has_one_update_of_the_weights(flags, mo
     settings = runs.settings_of(*flags, "--micro-batch-size", "2", "--steps", "10")  # of 8 sequences
     for limit, measured in ((20, 3), (5, 1)):
         monkeypatch.setattr(estimate, "MAX_SECONDS", limit)
-        assert estimate.measure_time(settings, CPU, torch.float32) == 10 * (2 + 4)
+        assert estimate.measure_time(settings, CPU, torch.float32, has_documents=False) == 10 * (2 + 4)
         assert f"the fastest of {measured} at" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("mask", ["--document-mask", "--no-document-mask"])
+def test_the_timed_steps_have_documents_where_those_of_training_have(flags, tmp_path, monkeypatch, mask):
+    members = set()
+    monkeypatch.setattr(estimate, "train_step", lambda _, micro_batches, *__: members.add(len(micro_batches[0])))
+    estimate.estimate(runs.settings_of(*flags, mask))
+    assert members == {len(open_session(tmp_path, *flags, mask).micro_batches(0)[0])}
+
+
+def test_the_estimate_says_that_shorter_first_sequences_take_less(flags, capsys):
+    for more, count in (([], 0), (["--first-sequence-length", "8"], 1)):
+        estimate.estimate(runs.settings_of(*flags, *more))
+        assert capsys.readouterr().out.count("the first steps, whose sequences are shorter, take less") == count
 
 
 def test_a_micro_batch_is_never_larger_than_the_batch(flags):
