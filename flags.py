@@ -41,8 +41,16 @@ def convert(name: str, value: object, kind: Any, *, strict: bool = True) -> Any:
         return msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:
         choices = [choice for choice in get_args(kind) if isinstance(choice, str)]
-        expected = f"Expected {', '.join(choices)}" if choices else str(error)
-        raise UserError(f"{name} is {value!r}: {expected}.{nearest(str(value), choices)}") from None
+        problem = re.sub(r"Expected `(?:int|float)` (<|>)(=?) (\S+).*", say_limit, str(error))
+        problem = re.sub("Expected `bool`, got .*", "it must be true or false", problem)
+        problem = f"it must be one of {', '.join(choices)}" if choices else problem
+        raise UserError(f"{name} is {value!r}: {problem}.{nearest(str(value), choices)}") from None
+
+
+def say_limit(limit: re.Match) -> str:
+    """A limit in words: `>= 1` becomes "it must be at least 1"."""
+    words = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
+    return f"it must be {words[limit[1] + limit[2]]} {limit[3]}"
 
 
 def check_fields(table: object) -> None:
@@ -55,8 +63,8 @@ def check_fields(table: object) -> None:
 def check_dashes(arguments: Iterable[str]) -> None:
     """`UserError` for a flag that begins with other dashes, as Chinese keyboards and text processors write them."""
     for argument in arguments:
-        if re.fullmatch("[\u2013\u2014\uff0d]+[a-z][a-z-]+(=.*)?", argument):
-            flag = argument.strip("\u2013\u2014\uff0d")
+        flag = argument.lstrip("-\u2010\u2013\u2014\uff0d")
+        if re.match("-*[\u2010\u2013\u2014\uff0d]", argument) and re.fullmatch("[a-z][a-z-]+(=.*)?", flag):
             raise UserError(f"{argument} begins with another dash; write two hyphens: --{flag}")
 
 
@@ -93,6 +101,10 @@ def explain_box(box: str) -> str:
     reason = text.partition(" ──")[0].rstrip(".")
     reason = re.sub("^Missing value for argument '(.*)'.*", r"\1 needs a value after it", reason)
     reason = re.sub("^Error parsing (.*): invalid literal .*: ('.*')", r"\1 is \2, no whole number", reason)
+    reason = re.sub("^Error parsing (.*): could not convert .*: ('.*')", r"\1 is \2, no number", reason)
+    reason = re.sub(
+        r"^(?:Error parsing )?(--\S+): no type matching .* from \[(.*?)\].*", r"\1 is \2, no number", reason
+    )
     similar = re.search("Perhaps you meant: (--[a-z0-9-]+)", text)
     return f"{reason}; see --help.{f' Did you mean {similar[1]}?' if similar else ''}"
 

@@ -89,7 +89,7 @@ class Corpus:
         length, size = settings.sequence_length, settings.batch_size
         if len(self.train) // length < size:
             needed = f"one batch of {size} sequences of {length} needs {size * length:,}"
-            fix = "give more text, or a smaller --batch-size or --sequence-length"
+            fix = "give more text, or a smaller --batch-size, --sequence-length or --vocab-size"
             raise UserError(f"the text has {len(self.train):,} tokens to train on, but {needed}; {fix}.")
         return len(self.train) // length
 

@@ -105,6 +105,8 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     try:
         sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines(texts), model_writer=model, **options)
     except (RuntimeError, ValueError, OSError) as error:
+        if too_small := re.search(r"smaller than required_chars. \d+ vs (\d+)", str(error)):
+            raise UserError(f"--vocab-size {vocab_size}: this text needs {too_small[1]} or more.") from None
         raise UserError(f"no tokenizer could be trained on this text ({error}); give more text.") from None
     content = model.getvalue()
     return Tokenizer({"tokenizer.model": content} | tokenizer_files(content, {}), Path())

@@ -31,8 +31,8 @@ train --config tinny -> tinny is neither a file nor one of .* Did you mean tiny\
 train --epochs 3 -> --epochs is not a setting: training is measured in --steps
 train --sequence-length 4096 -> --sequence-length 4096 is above --max-position-embeddings 512
 train --first-sequence-length 100 -> --first-sequence-length 100 is not --sequence-length 512 divided by
-train --beta1 1.0 -> beta1 is 1.0: Expected `float` < 1
-train --clip inf -> clip is inf: Expected `float` < 1e\+18
+train --beta1 1.0 -> beta1 is 1.0: it must be below 1
+train --clip inf -> clip is inf: it must be below 1e\+18
 train --out= -> out is '': Expected `str` of length >= 1
 train --init-from RUN --freeze norms -> --freeze norms matches no parameter; the names are embed_tokens.weight,
 train --norm batch --activation-checkpointing -> --norm batch .*leave out --activation-checkpointing
@@ -55,7 +55,7 @@ generate nothere -> nothere does not exist; give a directory
 generate BAD/empty -> .*BAD/empty has no config.json, best/ or last/
 generate BAD/no_tokenizer --prompt a -> there is no .*no_tokenizer/tokenizer.model; give
 generate RUN --prompt a --temperature -1 -> temperature is -1
-generate RUN --chat -> .*RUN/best has no chat template, so it only continues text; teach it to talk: python train.py
+generate RUN --chat -> .*RUN/best has no chat template, so it only continues text; teach it to talk .or give
 generate RUN --prompt a --max-new-tokens 0 -> --max-new-tokens, .* must be at least 1
 ablate nothere -> nothere is no file, experiment or study
 ablate reprot nothere -> reprot is no .* Did you mean report\?
@@ -64,6 +64,9 @@ train --freeze --norm rms -> --freeze needs a value
 train --resume -> --resume needs a value
 train --init-from= --steps 5 -> --init-from needs a value
 train ——norm rms -> ——norm begins with another dash; write two hyphens: --norm
+train —-norm rms -> —-norm begins with another dash; write two hyphens: --norm
+generate RUN --max-new-tokens 十 -> --max-new-tokens is '十', no number; see --help
+train --learning-rate fast -> .*--learning-rate is 'fast', no number; see --help
 train RUN --data x -> .*RUN is no flag; write --init-from \(or --resume\) .*RUN
 train --eval-only --init-from RUN --data x --norm layer -> --eval-only takes the model as it is; leave out --norm
 generate RUN --merge NEW -> --merge: .* is no adapter
@@ -83,7 +86,7 @@ train --input /a/path/to/a/folder/of/texts/columns/text.txt -> .* /a/path/to/a/f
 train --steps abc -> --steps is 'abc', no whole number; see --help
 train --steps -> --steps needs a value after it; see --help
 train --dtype RMS -> invalid choice 'RMS' for argument '--dtype'. Expected one of .*; see --help
-train --norm RMS -> norm is 'RMS': Expected rms, layer, .* Did you mean rms\?
+train --norm RMS -> norm is 'RMS': it must be one of rms, layer, .* Did you mean rms\?
 generate RUN --prompt a --temprature 1 -> Unrecognized options: .* Did you mean --temperature\?
 ablate --norm layer -> --norm is a setting of train.py; --vary norm=VALUE sets it in all runs, --vary
 ablate --vary norm=layer,rms --vary data=nothere -> no file, folder or known text is called "nothere"

@@ -119,7 +119,7 @@ def find_complete(target: Path) -> Path | None:
 def find_last(run_dir: Path) -> Path:
     last = find_complete(run_dir / "last")
     if last is None:
-        raise UserError(f"{run_dir} cannot be resumed: {describe_saves(run_dir)}; start a new run.")
+        raise UserError(f"{run_dir} cannot be resumed: {describe_saves(run_dir)}; start a new run in another --out.")
     return last
 
 

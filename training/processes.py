@@ -127,6 +127,8 @@ def stop_signals(*, second_interrupts: bool) -> Iterator[list[int]]:
     def receive(signum: int, _: object) -> None:
         if received[-1] and second_interrupts:
             raise KeyboardInterrupt
+        if not received[-1] and second_interrupts:  # not by print, which it may have interrupted
+            os.write(2, b"\nstopping after this step, with a save; a second Ctrl-C stops at once, without one\n")
         received.append(signum)
 
     signums = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP

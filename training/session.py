@@ -167,6 +167,8 @@ def open_text(settings: Settings, last: Path | None) -> tuple[Settings, Text]:
     is_new_to_chats = last is None and corpus.chat and load_tokenizer(settings.run.init_from).chat_template is None
     if is_new_to_chats and settings.optimizer.learning_rate < 3e-4:
         print("note: the model has not seen the tokens of the roles; --learning-rate 1e-3 teaches them faster")
+    if settings.run.lora is not None and settings.optimizer.learning_rate < 1e-4:
+        print("note: an adapter learns little at this learning rate; --learning-rate 3e-4 is usual")
     if last is None and settings.run.init_from is None and data.tokenizer is None:
         model = dataclasses.replace(settings.model, vocab_size=corpus.tokenizer.vocab_size)
         settings = dataclasses.replace(settings, model=model)

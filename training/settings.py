@@ -228,7 +228,9 @@ def config_path(name: str) -> Path:
 def load_settings(path: Path) -> Settings:
     """Read a TOML file; its tables and keys are the names in this module, and any other is refused."""
     if not path.is_file():
-        raise UserError(f"{path} does not exist; give the folder of a run.{newest_runs(path.parent.parent)}")
+        raise UserError(
+            f"{path} does not exist; give the folder of a run.{newest_runs(path.parent.parent, path.parent.name)}"
+        )
     return read_table(path, Settings, read_toml(path))
 
 

@@ -67,7 +67,7 @@ def test_an_arm_has_the_model_of_its_checkpoint_and_derived_settings_as_in_train
     ("fields", "words"),
     [
         ({"arms": {"a": {"norm": "rms"}, "b": {"norm": "rms", "norm_bias": False}}}, "a and b have the same settings"),
-        ({"vary": {"norm": ["rms", "lay"]}}, "norm is 'lay': Expected rms, .* Did you mean layer?"),
+        ({"vary": {"norm": ["rms", "lay"]}}, "norm is 'lay': it must be one of rms, .* Did you mean layer?"),
         ({"vary": {"seed": [1, 2]}}, "seed is not a setting that arms can have"),
         ({"vary": GRID, "seeds": 1}, "seeds is 1"),
         ({"vary": GRID, "margin": float("nan")}, "margin is nan"),

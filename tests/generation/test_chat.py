@@ -39,7 +39,7 @@ def test_a_template_file_is_preferred_to_the_configuration_and_what_is_no_text_i
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("{{ raise_exception('no\n \x1b[31m') if messages[0].role == 'system' }}", r"TemplateError: no\n \x1b[31m"),
+        ("{{ raise_exception('no\n \x1b[31m') if messages[0].role == 'system' }}", "TemplateError: no␊ ␛[31m"),
         ("{{ ''.__class__.__mro__ }}", "SecurityError: access to attribute '__class__'"),
     ],
 )

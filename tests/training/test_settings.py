@@ -79,7 +79,7 @@ def test_norm_bias_is_a_pair_of_flags_and_reads_back_as_it_was_saved(tmp_path):
         ("steps = 1\n", "unknown key steps. It belongs in .optimizer."),
         ("[optimizer\n", "cannot be read"),
         ('[optimizer]\nsteps = "many"\n', "steps is 'many': Expected `int`, got `str`"),
-        ("[optimizer]\nsteps = 0\n", "steps is 0: Expected `int` >= 1"),
+        ("[optimizer]\nsteps = 0\n", "steps is 0: it must be at least 1"),
     ],
 )
 def test_a_mistake_in_a_file_is_one_line(tmp_path, content, message):
