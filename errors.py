@@ -177,10 +177,10 @@ def let_main_process_print_first(status: int) -> None:
         time.sleep(3)
 
 
-def run_main(module: str) -> NoReturn:
-    """Run a module's `main` with the flags of `python -m MODULE`. Call it above slow imports: Ctrl-C is a line, too."""
+def run_main(module: str, program: str = "") -> NoReturn:
+    """Run a module's `main` with the flags of the command line. Call it above slow imports: Ctrl-C is a line, too."""
     with exit_on_user_error():
         from flags import call_with_flags
 
         main = importlib.import_module(module).main
-        sys.exit(call_with_flags(main, prog=f"python -m {module.removesuffix('.__main__')}"))
+        sys.exit(call_with_flags(main, prog=program or f"python -m {module.removesuffix('.__main__')}"))

@@ -39,7 +39,7 @@ def main() -> None:
     tokenizer = load_tokenizer(tokenizer_directory(*find_adapter(checkpoint, settings.adapter)))
     if settings.chat and tokenizer.chat_template is None:
         teach = f"python train.py --init-from {shlex.quote(str(checkpoint))} --data python-chat --learning-rate 1e-3"
-        raise UserError(f"{checkpoint} has no chat template, so it only continues text; teach it to talk (or give your own chat.jsonl): {teach}")
+        raise UserError(f"{checkpoint} has no chat template, so it only continues text; teach it to talk: {teach}")
     if tokenizer.chat_template is not None and not settings.chat:
         log("this model has a chat template: with --chat it answers, without it continues a text")
     prompts = read_prompts(settings)

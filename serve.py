@@ -1,15 +1,9 @@
 """Serve models to a browser and to OpenAI's clients: `python serve.py RUN [RUN]`. See `python serve.py --help`."""
 
-import sys
+if __name__ == "__main__":
+    from errors import run_main
 
-if __name__ == "__main__":  # installs the error handler, then imports itself: it handles the slow imports, too
-    from errors import exit_on_user_error
-
-    with exit_on_user_error():
-        from flags import call_with_flags
-        from serve import main
-
-        sys.exit(call_with_flags(main, prog="serve.py"))
+    run_main("serve", "serve.py")
 
 import gc
 import os

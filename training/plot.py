@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import tyro
 
-from errors import UserError, exit_on_user_error, printable
+from errors import UserError, printable, run_main
 from files import replacing
-from flags import call_with_flags
 from training import metrics
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # told apart without colour vision: Okabe and Ito 2008
@@ -71,5 +70,4 @@ def main(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path | None = None) 
 
 
 if __name__ == "__main__":
-    with exit_on_user_error():
-        call_with_flags(main, prog="python -m training.plot")
+    run_main("training.plot")

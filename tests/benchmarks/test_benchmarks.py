@@ -154,7 +154,8 @@ def test_norms_take_turns_in_every_variant_and_transformers_has_rmsnorm_alone(mo
 
 
 def test_a_program_that_is_not_there_and_a_single_token_are_refused_before_anything_is_measured(tmp_path):
-    for mistake, reason in (({"llama2c": tmp_path}, "is no program"), ({"tokens": 1}, "--tokens is 1: it must be at least 2")):
+    few = "--tokens is 1: it must be at least 2"
+    for mistake, reason in (({"llama2c": tmp_path}, "is no program"), ({"tokens": 1}, few)):
         with pytest.raises(UserError, match=reason):
             decoding.measure(**mistake)
 

@@ -57,6 +57,7 @@ def test_two_models_stream_and_are_compared_side_by_side_and_an_error_is_told_wh
         window.fill("#prompt", 'it\'s "$HOME" \\n\n')
         window.keyboard.press("Control+Enter")
         wait(window, "tokens, ", 1), wait(window, "20 tokens, ")
+        assert window.locator(".parting").count() == 2 and "part at token" in window.inner_text("#summary")
         window.click("text=Copy as curl")
         command = window.evaluate("navigator.clipboard.readText()").replace('"stream":true', '"stream":false')
         answer = subprocess.run(["bash", "-c", command], capture_output=True, text=True).stdout
