@@ -106,8 +106,6 @@ class Judge(Comparison, Campaign):  # in --help the flags of the last stand firs
             a, b = settings_of_idea(self.campaign, self.a, self.b)
             command = dataclasses.replace(self, a=a, b=b)
         plan = Comparison.default_plan(command)
-        if not (plan.arms or plan.vary or self.pairs):
-            raise UserError('judge needs --b "SETTING=VALUE" and, without --campaign, --a "...", or --pairs FILE.')
         return dataclasses.replace(plan, seeds=plan.seeds or JUDGED_PAIRS, rerun_seeds=0)
 
 
@@ -237,6 +235,8 @@ def judge_idea(command: Judge) -> int:
     from ablation import judge, stats
     from ablation.records import read_verdict
 
+    if not (command.pairs or command.plan_file or command.varied or command.b is not None):
+        raise UserError('judge needs --b "SETTING=VALUE" and, without --campaign, --a "...", or --pairs FILE.')
     if not command.campaign and command.pairs:
         judge.judge_pairs(command.pairs, None)
         return 0

@@ -92,6 +92,7 @@ ablate --norm layer -> --norm is a setting of train.py; --vary norm=VALUE sets i
 ablate --vary norm=layer,rms --vary data=nothere -> no file, folder or known text is called "nothere"
 ablate --vary seed=1,2 -> seed is not a setting that arms can have. All arms have the same seeds: --seeds N
 ablate judge --a norm=layer --b norm=rms --quick -> --quick is not for judge
+ablate judge -> judge needs --b "SETTING=VALUE" and, without --campaign, --a
 ablate --jobs -1 --dry-run -> --jobs -1 must be at least 1
 serve --prot 80 -> Unrecognized options: --prot, 80; see --help. Did you mean --port\?
 plot nothere -> nothere has no metrics.jsonl; give the folder of a run
