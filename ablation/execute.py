@@ -25,7 +25,7 @@ from tqdm import tqdm
 from ablation import report
 from ablation.judge import LOOKS, pairs_of_looks, verdict_at_look
 from ablation.plan import Plan, Run, arm_settings, load_plan, replace_settings, run_settings, save_plan
-from ablation.records import VERDICT, Row, Verdict, append, append_rows, as_table, read_rows
+from ablation.records import VERDICT, Row, Verdict, append, append_rows, as_table, read_rows, read_verdict
 from ablation.run import settings_hash, train_run
 from ablation.study import Study
 from checkpoints.find import find_checkpoint
@@ -189,6 +189,10 @@ def train_until_verdict(experiment: Experiment, level: float, start: Callable[[R
     """`execute` the pairs of one look after another until one decides; print the verdicts of the looks before it."""
     plan = experiment.plan
     looks = pairs_of_looks(plan.seeds)
+    earlier = read_verdict(experiment.folder)
+    if earlier is not None and [*earlier.looks] != looks[: len(earlier.looks)]:
+        fix = "other looks at the same pairs would be no test: give another --out and --first-seed"
+        raise UserError(f"{experiment.folder} has a verdict after {earlier.looks[-1]} pairs, and {fix}.")
     for look, pairs in enumerate(looks, 1):
         experiment.plan = dataclasses.replace(plan, seeds=pairs)
         execute(experiment, start)

@@ -115,9 +115,10 @@ def write(study: Study, folder: Path) -> Path:
         save_table(folder / "differences", rows, narrow)
     bases = ", ".join(dict.fromkeys(c.baseline for c in study.comparisons))
     xlabel = f"loss minus that of {bases}, {study.unit}\nlower loss: better"
+    effect_label = f"effect on the loss, {study.unit}"
     figures = {
         "differences": plots.forest(compared, xlabel, study.plan.margin),
-        "effects": plots.forest({effect.name: effect for effect in study.effects}, xlabel, study.plan.margin),
+        "effects": plots.forest({effect.name: effect for effect in study.effects}, effect_label, study.plan.margin),
         "steps": plots.differences_over_steps(study),
         "sweep": plots.sweep(study),
     }
@@ -229,6 +230,8 @@ def arm_row(study: Study, name: str) -> dict:
     rows = study.rows_of("final", name)
     config = arm_settings(study.plan, study.plan.all_arms[name]).model
     loss = with_interval(study.mean_loss(name, {name: 1.0}), ".4f")
+    if config.norm_placement not in ("pre", "post"):  # others have norms that read a block's output
+        rows = rows.assign(mean_over_std=math.nan, cosine_with_ones=math.nan)
     return {
         "arm": name,
         "learning rate": f"{study.chosen_learning_rates.get(name, math.nan):g}",

@@ -109,6 +109,8 @@ class Settings:
     def __post_init__(self) -> None:
         if min(self.token_limit, self.samples, self.batch_size) < 1:
             raise UserError("--max-new-tokens, --samples and --batch-size must be at least 1.")
+        if "" in self.stop:
+            raise UserError("--stop needs a text; an empty one would end every answer at once.")
         if len(self.text) > 1 and any(" " in text for text in self.text):  # they were in quotes
             raise UserError("for several texts repeat --prompt TEXT.")
         if len(self.text) > 1:

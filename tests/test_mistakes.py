@@ -65,6 +65,7 @@ train --resume -> --resume needs a value
 train --init-from= --steps 5 -> --init-from needs a value
 train ——norm rms -> ——norm begins with another dash; write two hyphens: --norm
 train —-norm rms -> —-norm begins with another dash; write two hyphens: --norm
+generate RUN def --stop= -> --stop needs a text
 generate RUN --max-new-tokens 十 -> --max-new-tokens is '十', no number; see --help
 train --learning-rate fast -> .*--learning-rate is 'fast', no number; see --help
 train RUN --data x -> .*RUN is no flag; write --init-from \(or --resume\) .*RUN

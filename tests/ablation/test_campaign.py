@@ -109,6 +109,9 @@ def test_an_interrupted_idea_resumes_and_no_other_begins_before_it(judge, tmp_pa
     assert not (tmp_path / "campaign.jsonl").exists()  # failed runs are no verdict
     (line,) = judge("--b", "weight_decay=0.5", loss=better)
     assert line["idea"] == "weight_decay=0.5" and line["seeds"][0] == 3001
+    judge("--b", "qk_norm=true", "--adopt", loss=better)
+    *_, last = judge("--a", "", "--b", "norm=layer", loss=better)  # against another baseline, and not kept
+    assert last["baseline"] == "default" and last["next_baseline"] == "qk_norm=true"
 
 
 @pytest.mark.parametrize(

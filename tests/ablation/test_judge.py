@@ -94,6 +94,8 @@ def test_a_clear_difference_is_a_verdict_at_an_early_look_as_one_object(judged_w
     assert last["reason"] == "decided after 4 of at most 20 pairs"
     (comparison,) = study.load(tmp_path).comparisons
     assert comparison.effect.n == 4
+    with pytest.raises(UserError, match="has a verdict after 4 pairs, and other looks at the same pairs would be no"):
+        judged_with(loss, seeds=30)
 
 
 def test_no_difference_and_used_up_hours_decide_nothing_and_a_change_that_diverges_is_discarded(judged_with):
@@ -101,9 +103,9 @@ def test_no_difference_and_used_up_hours_decide_nothing_and_a_change_that_diverg
     assert [line["pairs"] for line in lines] == [2, 4, 7, 9, 12]
     assert {line["verdict"] for line in lines} == {"inconclusive"}
     assert lines[0]["reason"] == "not decided after 2 of at most 12 pairs"
-    (short,) = judged_with(lambda run: 3.0 - (run.arm != "default"), hours=5 / 3600)
+    (short,) = judged_with(lambda run: 3.0 - (run.arm != "default"), hours=5 / 3600, seeds=12)
     assert short["verdict"] == "inconclusive" and "hours" in short["reason"]
-    assert judged_with(lambda run: None if run.arm != "default" else 3.0)[-1]["verdict"] == "discard"
+    assert judged_with(lambda run: None if run.arm != "default" else 3.0, seeds=12)[-1]["verdict"] == "discard"
 
 
 def test_a_change_whose_process_was_killed_is_not_discarded(judged_with):
