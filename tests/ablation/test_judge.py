@@ -103,7 +103,7 @@ def test_no_difference_and_used_up_hours_decide_nothing_and_a_change_that_diverg
     assert [line["pairs"] for line in lines] == [2, 4, 7, 9, 12]
     assert {line["verdict"] for line in lines} == {"inconclusive"}
     assert lines[0]["reason"] == "not decided after 2 of at most 12 pairs"
-    (short,) = judged_with(lambda run: 3.0 - (run.arm != "default"), hours=5 / 3600, seeds=12)
+    (short,) = judged_with(lambda run: 3.0 - (run.arm != "default"), hours=3 / 3600, seeds=12)
     assert short["verdict"] == "inconclusive" and "hours" in short["reason"]
     assert judged_with(lambda run: None if run.arm != "default" else 3.0, seeds=12)[-1]["verdict"] == "discard"
 
