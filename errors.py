@@ -71,7 +71,8 @@ def reading(path: Path | str, fix: str = "download or save it again") -> Iterato
         raise
     except BaseException as error:
         is_rust_panic = type(error).__name__ == "PanicException"  # it is no Exception, and no module exports it
-        if not isinstance(error, Exception) and not is_rust_panic:
+        has_no_memory = type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)  # of torch
+        if has_no_memory or (not isinstance(error, Exception) and not is_rust_panic):
             raise
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         if isinstance(error, KeyError):

@@ -148,7 +148,11 @@ def check_processes_agree(processes: Processes, settings: Settings, corpus: Text
     """`UserError` in all processes unless they train on the same text, from the same save, with the same settings."""
     data = dataclasses.replace(settings.data, data=(), tokenizer=None, cache="")  # paths may differ
     run = dataclasses.replace(settings.run, out=None, init_from=None)
+    weights = []
+    if processes.count > 1 and state.step == 0 and settings.run.init_from is not None:
+        weights = [file_hash(path) for path in find_weight_files(Path(settings.run.init_from))]
     processes.check_equal(
+        weights=weights,
         texts=corpus.text_hash,
         tokenizers=(corpus.tokenizer.hash, corpus.tokenizer.chat_template),
         settings=(settings.model, settings.optimizer, data, settings.machine.dtype, run),

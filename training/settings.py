@@ -148,7 +148,8 @@ def parse(arguments: list[str], description: str) -> Command:
     for names in (["--config"], ["--resume"], ["--init-from", "--init_from"], ["--norm"]):
         parser.add_argument(*names)
     sources, others = parser.parse_known_args(arguments)
-    given = {argument.partition("=")[0].lstrip("-").replace("-", "_") for argument in others}
+    flag_names = (argument.partition("=")[0] for argument in others if argument.startswith("-"))
+    given = {name.lstrip("-").replace("-", "_") for name in flag_names}
     others = ["--help" if argument == "--help-all" else argument for argument in others]
     options = {"prog": "train.py", "config": (tyro.conf.OmitArgPrefixes,)}
     return flags.parse_flags(Command, args=others, default=defaults(sources, given), **options)

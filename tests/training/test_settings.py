@@ -146,3 +146,8 @@ def test_a_dry_run_trains_nothing_and_prints_what_the_run_would_need(tmp_path, m
     out = capsys.readouterr().out
     assert "1,235,814,400 parameters" in out and "not measured" in out
     assert not list(tmp_path.iterdir())
+
+
+def test_a_value_that_is_called_like_a_flag_is_none():
+    plain, named = (parse(["--cache", cache], "").settings for cache in ("x", "data"))
+    assert named.run.sample_prompts == plain.run.sample_prompts != ()
