@@ -47,7 +47,7 @@ RUNS_DEPEND_ON = ("config", "steps", "learning_rates", "perturbations")  # flags
 
 
 @dataclass(frozen=True)  # comments and docstrings of fields are the help of the flags
-class Comparison:
+class CompareFlags:
     plan_file: Annotated[str | None, optional("[PLAN]"), tyro.conf.Positional] = None
     """A TOML file, or a study in studies/, whose plan is run again; flags override what it says"""
     varied: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, optional("SETTING=V,V", name="vary")] = ()
@@ -79,7 +79,7 @@ class Comparison:
 
 
 @dataclass(frozen=True)
-class Campaign:
+class CampaignFlags:
     campaign: Annotated[Path | None, optional("FOLDER")] = None
     """The folder of many ideas. It gives the level, new seeds and, without --a, the baseline that --b changes"""
     fdr: Annotated[float | None, optional("SHARE")] = None
@@ -90,7 +90,7 @@ class Campaign:
 
 
 @dataclass(frozen=True)
-class Judge(Comparison, Campaign):  # in --help the flags of the last stand first
+class JudgeFlags(CompareFlags, CampaignFlags):  # in --help the flags of the last stand first
     def default_plan(self) -> Plan:
         """The plan of a verdict; `UserError` for flags that do not go together."""
         if self.quick:
@@ -105,15 +105,15 @@ class Judge(Comparison, Campaign):  # in --help the flags of the last stand firs
         if self.campaign and self.b is not None:
             a, b = settings_of_idea(self.campaign, self.a, self.b)
             command = dataclasses.replace(self, a=a, b=b)
-        plan = Comparison.default_plan(command)
+        plan = CompareFlags.default_plan(command)
         return dataclasses.replace(plan, seeds=plan.seeds or JUDGED_PAIRS, rerun_seeds=0)
 
 
-def parse(arguments: list[str], command_type: type[Comparison] = Comparison) -> Comparison:
+def parse(arguments: list[str], command_type: type[CompareFlags] = CompareFlags) -> CompareFlags:
     """The command line; read twice, since the plan that it names gives the defaults of the flags."""
     check_words(arguments, command_type)
     options = {"description": DESCRIPTION, "prog": "ablate.py", "config": (tyro.conf.OmitArgPrefixes,)}
-    if command_type is Judge:
+    if command_type is JudgeFlags:
         options |= {"description": JUDGE_DESCRIPTION, "prog": "ablate.py judge"}
     without_help = [argument for argument in arguments if argument not in ("-h", "--help")]
     first, unknown = parse_flags(command_type, args=without_help, return_unknown_args=True, **options)
@@ -130,10 +130,10 @@ def parse(arguments: list[str], command_type: type[Comparison] = Comparison) -> 
     return dataclasses.replace(command, plan=dataclasses.replace(command.plan, name=name))
 
 
-def check_words(arguments: list[str], command_type: type[Comparison]) -> None:
+def check_words(arguments: list[str], command_type: type[CompareFlags]) -> None:
     """`UserError` for settings without their flag, and for flags of train.py and judge."""
-    judge_flags = {field.name for field in dataclasses.fields(Campaign)}
-    own = {field.name for kind in (Judge, Plan) for field in dataclasses.fields(kind)}
+    judge_flags = {field.name for field in dataclasses.fields(CampaignFlags)}
+    own = {field.name for kind in (JudgeFlags, Plan) for field in dataclasses.fields(kind)}
     for before, word in itertools.pairwise(["", *arguments]):
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
         if not word.startswith("-"):
@@ -142,7 +142,7 @@ def check_words(arguments: list[str], command_type: type[Comparison]) -> None:
         elif name in TYPES.keys() - own - {"learning_rate"}:  # for which there is --learning-rates
             use = f"--vary {name}=VALUE sets it in all runs, --vary {name}=VALUE,VALUE compares values"
             raise UserError(f"{word} is a setting of train.py; {use}.")
-        elif name in judge_flags and command_type is not Judge:
+        elif name in judge_flags and command_type is not JudgeFlags:
             raise UserError(f"{word} belongs to judge: python ablate.py judge {word} ...")
 
 
@@ -158,7 +158,7 @@ def settings_of_idea(folder: Path, a: str | None, b: str) -> tuple[str, str]:
     return a, b
 
 
-def starting_plan(command: Comparison) -> Plan:
+def starting_plan(command: CompareFlags) -> Plan:
     """The plan of the file, of --vary, or of --a and --b; with a name that tells it from others."""
     for text in command.varied:
         if "=" not in text:
@@ -223,14 +223,14 @@ def write_report(folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(meta
     return 0
 
 
-def compare(command: Comparison, folder: Path, level: float | None = None) -> int:
+def compare(command: CompareFlags, folder: Path, level: float | None = None) -> int:
     """Train what is missing of the plan, and report; with a level until a verdict. Returns the exit status."""
     from ablation import execute  # imports torch
 
     return execute.compare(command.plan, folder, command.device, command.jobs, command.ray, level, command.dry_run)
 
 
-def judge_idea(command: Judge) -> int:
+def judge_idea(command: JudgeFlags) -> int:
     """Judge an idea alone or in a campaign, or the ideas of a table of losses; returns the exit status."""
     from ablation import judge, stats
     from ablation.records import read_verdict
@@ -262,9 +262,9 @@ def main() -> int:
     subcommand = sys.argv[1] if len(sys.argv) > 1 else ""
     if subcommand == "report":
         return call_with_flags(write_report, args=sys.argv[2:], prog="ablate.py report")
-    command = parse(sys.argv[2:], Judge) if subcommand == "judge" else parse(sys.argv[1:])
+    command = parse(sys.argv[2:], JudgeFlags) if subcommand == "judge" else parse(sys.argv[1:])
     try:
-        return judge_idea(command) if isinstance(command, Judge) else compare(command, command.folder)
+        return judge_idea(command) if isinstance(command, JudgeFlags) else compare(command, command.folder)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the process has ended
         exit_with(f"stopped; the same command resumes it: python {shlex.join(sys.argv)}", 130)

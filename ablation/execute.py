@@ -160,7 +160,7 @@ def write_plan(experiment: Experiment) -> None:
 
 
 def prepare_process() -> None:
-    """Let this process be killed, and end it, in whatever it is doing, when the one that started it has died."""
+    """For a process that trains: it ends when the process that started it has died."""
     tqdm.set_lock(threading.RLock())  # instead of a semaphore of the system, which would outlive it with a warning
 
     def watch() -> None:
@@ -171,7 +171,7 @@ def prepare_process() -> None:
 
 
 def start_process(experiment: Experiment, run: Run, torch_device: str) -> Future:
-    """Begin a run in a fresh process. Ctrl-C and SIGTERM do not reach it, as this one ends it, and wait meanwhile."""
+    """Begin a run in a new process, which ignores Ctrl-C and SIGTERM: this process gets them, and ends the others."""
     pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=prepare_process)
     stops = {signal.SIGINT, signal.SIGTERM}
     can_block = hasattr(signal, "pthread_sigmask")  # not on Windows

@@ -26,10 +26,10 @@ MAX_SEEDS = 500  # final runs of an arm
 JUDGED_PAIRS = 20  # without --seeds, the most that `judge` trains
 EVALUATIONS = 12  # along a run
 SWEEP_FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # multiples of the config's learning rate that a sweep tries
-OF_A_RUN = ("seed", "out", "device", "evaluate_every", "cache", "sample_prompts", "timeout_minutes")  # of no arm
-OF_THE_TEXT = ("data", "text_field", "validation_fraction", "validation_salt")  # equal in all arms
+RUN_SETTINGS = ("seed", "out", "device", "evaluate_every", "cache", "sample_prompts", "timeout_minutes")  # of no arm
+TEXT_SETTINGS = ("data", "text_field", "validation_fraction", "validation_salt")  # equal in all arms
 SETTINGS = [setting for table in dataclasses.fields(Settings) for setting in dataclasses.fields(table.type)]
-TYPES = {setting.name: setting.type for setting in SETTINGS if setting.name not in OF_A_RUN}  # names are unique
+TYPES = {setting.name: setting.type for setting in SETTINGS if setting.name not in RUN_SETTINGS}  # names are unique
 
 
 def read_value(name: str, value: object) -> Any:
@@ -59,7 +59,7 @@ def base_settings(config: str) -> Settings:
 
 @functools.cache
 def checkpoint_model(init_from: str) -> tuple[str, ModelConfig | None]:
-    """The directory of a checkpoint, and its model; None for what only studies.convert or nobody can begin with."""
+    """The directory of a checkpoint, and its model; None if there is none, as for the models of `studies.convert`."""
     try:
         directory = str(find_checkpoint(init_from))
     except UserError:
@@ -128,7 +128,7 @@ class Plan:
         for a, b in itertools.combinations(combined.values(), 2):
             if arm_settings(self, a) == arm_settings(self, b):
                 raise UserError(f"the arms {a.name} and {b.name} have the same settings.")
-        for setting in OF_THE_TEXT:
+        for setting in TEXT_SETTINGS:
             if len({self.value(arm, setting) for arm in combined.values()}) > 1:
                 fix = f"give all the same: --vary {setting}=VALUE, or both of --a and --b"
                 raise UserError(f"arms that differ in {setting} have losses of different texts; {fix}.")

@@ -25,7 +25,7 @@ OFF = (None, False, "none", [], {})
 
 
 def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[str, StoredTensor]) -> None:
-    """Add (alpha / r) B A to the weights, by their names in files: in float32, rounded once to the weight's dtype."""
+    """Add (alpha / r) B A to the weights, by their names in files: in float32, then rounded to the weight's dtype."""
     fields = {"peft_type": None, **read_json(directory / ADAPTER_CONFIG)}
     with reading(directory, "give a plain LoRA adapter of this model, or the result of peft's merge_and_unload()"):
         rank, scale = rank_and_scale(fields)

@@ -48,7 +48,7 @@ class OneDNNLinear(torch.autograd.Function):
 
 
 def linear(x, weight, bias=None):
-    """As `reference.linear`, which runs without gradients: generation has few rows, for which oneDNN is slower."""
+    """As `reference.linear`. Without gradients it calls that: generation has few rows, for which oneDNN is slower."""
     if x.dtype != torch.float32 or not torch.is_grad_enabled():
         return reference.linear(x, weight, bias)
     y = OneDNNLinear.apply(x, weight.to(x.dtype))
@@ -131,7 +131,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def rotary(qkv, cos, sin, num_heads, num_kv_heads, q_norm_weight=None, k_norm_weight=None, eps=1e-6):
-    """As `reference.rotary`, which is called with per-head norms."""
+    """As `reference.rotary`. With norms of heads it calls that."""
     if q_norm_weight is not None:
         return reference.rotary(qkv, cos, sin, num_heads, num_kv_heads, q_norm_weight, k_norm_weight, eps)
     heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))  # (B, T, H + 2K, d)

@@ -178,7 +178,7 @@ class WeightedCrossEntropy(torch.autograd.Function):
 
 
 def linear_cross_entropy(x, weight, targets, token_weight=None):
-    """As `reference.linear_cross_entropy`, which runs for gradients of the losses of single tokens.
+    """As `reference.linear_cross_entropy`. It calls that for gradients of the losses of single tokens.
 
     A target that is no class gives a NaN loss and NaN gradients.
     """

@@ -220,7 +220,7 @@ class TritonNorm(torch.autograd.Function):
 
 
 def normalize(x, weight=None, bias=None, residual=None, *, kind, eps):
-    """As `reference.normalize`, which runs for rows of more than 8,192 elements of 2 bytes, or 4,096 of 4 bytes."""
+    """As `reference.normalize`. It calls that for rows of more than 8,192 elements of 2 bytes, or 4,096 of 4 bytes."""
     element_size = max(x.element_size(), 0 if residual is None else residual.element_size())
     if tile_width(x.shape[-1]) * element_size > MAX_ROW_BYTES:
         return reference.normalize(x, weight, bias, residual, kind=kind, eps=eps)

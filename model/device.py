@@ -85,7 +85,7 @@ def allocate(sizes: Sequence[tuple[torch.Size, torch.dtype]], device: torch.devi
     if device.type != "cpu":
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
     byte_counts = [shape.numel() * dtype.itemsize for shape, dtype in sizes]
-    rounded = [math.ceil(count / 64) * 64 for count in byte_counts]  # each begins a cache line
+    rounded = [math.ceil(count / 64) * 64 for count in byte_counts]  # to cache lines
     blocks = torch.from_numpy(np.empty(sum(rounded), np.uint8)).split(rounded)
     blocks = [block[:count] for block, count in zip(blocks, byte_counts, strict=True)]
     return [block.view(dtype).view(shape) for block, (shape, dtype) in zip(blocks, sizes, strict=True)]
