@@ -166,6 +166,8 @@ def starting_plan(command: CompareFlags) -> Plan:
         if command.plan_file and not Path(command.plan_file).exists() and not (STUDIES / command.plan_file).exists():
             joined = f"{text.rstrip(',')},{command.plan_file}"
             raise UserError(f"{command.plan_file} is no plan; join values by commas: --vary {joined}")
+    if "=" in (command.plan_file or ""):
+        raise UserError(f"{command.plan_file} stands alone; settings of one flag are one text in quotes.")
     arms = {text or "default": assignments(text) for text in (command.a, command.b) if text is not None}
     if (command.a is None) != (command.b is None):
         raise UserError(f'--{"a" if command.a is None else "b"} is missing; --a "" is the config as it is.')

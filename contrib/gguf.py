@@ -98,7 +98,9 @@ def choose_architecture(config: ModelConfig) -> str:
     architecture = choose_model_type(config)
     if architecture not in ARCHITECTURES:
         fields = ("norm", "norm_bias", "norm_placement", "mlp", "qk_norm", "head_dim", "attention_output_bias")
-        model = ", ".join(f"{name} = {getattr(config, name)}" for name in fields)
+        usual = ModelConfig()
+        unusual = [name for name in fields if name == "norm" or getattr(config, name) != getattr(usual, name)]
+        model = ", ".join(f"{name} = {getattr(config, name)}" for name in unusual)
         raise UserError(f"llama.cpp has no architecture for a model with {model}; it has {', '.join(ARCHITECTURES)}.")
     if architecture == "qwen3" and config.attention_output_bias:
         raise UserError("llama.cpp's qwen3 has no bias of the attention output: this model cannot be written.")

@@ -5,7 +5,6 @@ program imports what it needs.
 """
 
 import contextlib
-import io
 import json
 import os
 import subprocess
@@ -16,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from checkpoints.find import find_adapter, find_checkpoint, tokenizer_directory
@@ -98,13 +99,15 @@ def compare(open_program: Callable, place: str, questions: Questions) -> tuple[s
 
 def compare_elsewhere(python: str, place: str, questions: Questions) -> tuple[str, dict[str, str]]:
     """Compare with transformers in another Python."""
-    asked = io.BytesIO()
-    torch.save({"place": place, "questions": vars(questions)}, asked)
-    command = [python, "-m", "contrib.programs"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    done = subprocess.run(command, input=asked.getvalue(), capture_output=True, env=environment)
+    asked = {"place": place, "questions": vars(questions) | {"answers": questions.answers | {"logits": None}}}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "questions.safetensors")
+        save_file({"logits": questions.answers["logits"].contiguous()}, path, {"asked": json.dumps(asked)})
+        done = subprocess.run([python, "-m", "contrib.programs", path], capture_output=True, env=environment)
     if done.returncode:
-        return python, {"opens": f"crashed: {done.stderr.decode().strip().splitlines()[-1]}"}
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
+        return python, {"opens": f"crashed: {lines[-1]}"}
     name, cells = json.loads(done.stdout.splitlines()[-1])
     return f"{name} ({python})", cells
 
@@ -235,5 +238,8 @@ def llama_cpp(place: str, questions: Questions) -> Program:
 
 
 if __name__ == "__main__":
-    asked = torch.load(io.BytesIO(sys.stdin.buffer.read()))
-    print(json.dumps(compare(transformers, asked["place"], Questions(**asked["questions"]))))
+    with safe_open(sys.argv[1], "pt") as file:
+        asked = json.loads(file.metadata()["asked"])
+        questions = Questions(**asked["questions"])
+        questions.answers["logits"] = file.get_tensor("logits")
+    print(json.dumps(compare(transformers, asked["place"], questions)))

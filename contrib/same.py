@@ -72,7 +72,7 @@ def main(
         raise UserError("no other program is installed: pip install transformers, or give --with OTHER.")
     if find_spec("llama_cpp") is None:
         log("llama.cpp, the program that GGUF files are for, is not asked: pip install llama-cpp-python gguf")
-    if other is not None and other.endswith(".gguf"):
+    if other is not None and other.endswith(".gguf") and programs.transformers in others:
         log("transformers reads GGUF files in its own way, without biases of the attention: llama.cpp is what counts")
     if as_json:
         print(json.dumps(table, indent=2, ensure_ascii=False))

@@ -38,6 +38,8 @@ def run(settings: Settings, directory: Path, tokenizer: Tokenizer, prompts: Sequ
     dtype = str(decoder.compute_dtype).removeprefix("torch.")
     dtype += " with int8 matrices" if settings.dtype == "int8" else ""
     log(f"{describe(directory, settings.adapter)} on {device} in {dtype}, kernels: {kernels.describe(device)}")
+    if settings.samples > 1 and settings.sampling.temperature == 0:
+        log("the samples of a prompt are equal, because temperature 0 always takes the most likely token")
     continue_prompts = functools.partial(
         generate, decoder, max_new_tokens=settings.token_limit, sampling=settings.sampling, seed=settings.seed,
         eos_ids=eos_ids, vocab_size=tokenizer.vocab_size,

@@ -32,8 +32,10 @@ class LoopCache(FunctionCache):
     def load_overload(self, *arguments: object) -> object:
         try:
             return super().load_overload(*arguments)
-        except Exception:  # whatever pickle raises
-            self.flush()
+        except Exception:  # whatever Numba raises
+            note(f"the decoding step is compiled anew, as its cache in {self.cache_path} is damaged")
+            with contextlib.suppress(OSError):
+                self.flush()
 
     def save_overload(self, *arguments: object) -> None:
         with contextlib.suppress(OSError):

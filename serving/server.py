@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import secrets
+import socket
 import time
 import traceback
 from collections.abc import AsyncIterator, Generator
@@ -41,7 +42,8 @@ class Server(uvicorn.Server):
             routing.Route("/inspect", self.inspect, methods=["POST"]),
         ]
         # Against DNS rebinding: a page of another site can send requests here, but with that site's name as Host.
-        allowed_hosts = ["*"] if host == "0.0.0.0" else ["localhost", "127.0.0.1", host]
+        is_everywhere = host in ("", "0.0.0.0")
+        allowed_hosts = ["*"] if is_everywhere else ["localhost", "127.0.0.1", host, socket.gethostbyname(host)]
         host_check = middleware.Middleware(TrustedHostMiddleware, allowed_hosts=allowed_hosts)
         handlers = {exceptions.HTTPException: refuse, Exception: refuse}
         app = applications.Starlette(routes=routes, middleware=[host_check], exception_handlers=handlers)

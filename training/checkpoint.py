@@ -101,14 +101,21 @@ def publish(target: Path, state: State) -> None:
     recover_interrupted_save(target)
 
 
+def delete(directory: Path) -> None:
+    """Delete a directory, or a link of that name, as to a larger disk."""
+    if directory.is_symlink():
+        directory.unlink()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
 def recover_interrupted_save(target: Path) -> None:
     """Finish or undo a save: afterwards only `target` is left, if any of the three was complete."""
     for candidate in save_paths(target)[1:]:
         if not is_complete(target) and is_complete(candidate):
-            shutil.rmtree(target, ignore_errors=True)
+            delete(target)
             candidate.rename(target)
             fsync(target.parent)  # before what it replaces is deleted
-        shutil.rmtree(candidate, ignore_errors=True)
+        delete(candidate)
 
 
 def find_complete(target: Path) -> Path | None:

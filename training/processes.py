@@ -127,9 +127,10 @@ def stop_signals(*, second_interrupts: bool) -> Iterator[list[int]]:
     def receive(signum: int, _: object) -> None:
         if received[-1] and second_interrupts:
             raise KeyboardInterrupt
-        if not received[-1] and second_interrupts:  # not by print, which it may have interrupted
-            os.write(2, b"\nstopping after this step, with a save; a second Ctrl-C stops at once, without one\n")
         received.append(signum)
+        if signum == signal.SIGINT and second_interrupts:
+            with contextlib.suppress(OSError):  # who reads it may have ended; not by print, which may be interrupted
+                os.write(2, b"\nstopping after this step, with a save; a second Ctrl-C stops at once, without one\n")
 
     signums = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP
     with contextlib.ExitStack() as at_exit:

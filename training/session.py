@@ -34,11 +34,12 @@ SHORTER = 0.4  # share of the steps with shorter sequences than --sequence-lengt
 COMPILERS = ("g++", "clang++", "c++", "cl")
 
 
-# A resumed run must keep these settings, and all of the model.
-KEPT_SETTINGS = ["optimizer", "lora", "lora_alpha", "seed", "tokenizer"]
-KEPT_SETTINGS += ["validation_fraction", "validation_salt"]  # else it would validate on what it was trained on
-KEPT_SETTINGS += ["sequence_length"]  # else it would read text twice or never
-KEPT_SETTINGS += ["document_mask"]  # else its losses would mean something else
+KEPT_SETTINGS = (  # which a resumed run must keep; `fixed_settings` adds the model
+    "optimizer", "lora", "lora_alpha", "seed", "tokenizer",
+    "validation_fraction", "validation_salt",  # else it would validate on what it was trained on
+    "sequence_length",  # else it would read text twice or never
+    "document_mask",  # else its losses would mean something else
+)  # fmt: skip
 
 
 @dataclass
@@ -152,11 +153,11 @@ def check_processes_agree(processes: Processes, settings: Settings, corpus: Text
     if processes.count > 1 and state.step == 0 and settings.run.init_from is not None:
         weights = [file_hash(path) for path in find_weight_files(Path(settings.run.init_from))]
     processes.check_equal(
-        weights=weights,
         texts=corpus.text_hash,
         tokenizers=(corpus.tokenizer.hash, corpus.tokenizer.chat_template),
         settings=(settings.model, settings.optimizer, data, settings.machine.dtype, run),
         saves=(state.step, state.seconds),
+        weights=weights,
     )
 
 
