@@ -5,6 +5,16 @@
 This is for models that `transformers` cannot open. With others, `lm_eval --model hf` generates faster.
 """
 
+import sys
+
+if __name__ == "__main__":  # a missing package is one line, too
+    from errors import exit_on_user_error
+
+    with exit_on_user_error():
+        from contrib.lm_eval import cli_evaluate
+
+        sys.exit(cli_evaluate())
+
 import torch
 from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
@@ -13,7 +23,7 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.modeling_outputs import CausalLMOutput
 
-from errors import exit_on_user_error, note
+from errors import note
 from generation.load import load_decoder, open_model
 from model.decoder import Decoder
 
@@ -51,8 +61,3 @@ class Prenorm(HFLM):
         decoder = DecoderForTransformers(load_decoder(checkpoint, device, dtype))
         tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer.folder)
         super().__init__(decoder, tokenizer=tokenizer, backend="causal", **options)
-
-
-if __name__ == "__main__":
-    with exit_on_user_error():
-        cli_evaluate()

@@ -88,7 +88,8 @@ class Settings:
     """Maximum number of tokens to generate per text. Default: 200, in a chat 2048."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
     jsonl: bool = False
-    """Read prompts from standard input, one JSON text or object with "prompt" a line, and write an object a line."""
+    """Read prompts from standard input, one JSON text or object with "prompt" a line, and write an object a line as
+    texts end; its "row" is the number of the line that was read, from 0."""
     seed: int = 1
     """Random seed. Sample i of a prompt is the same whatever else is in its batch, up to rounding."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
