@@ -32,8 +32,6 @@ from training.step import split_batch
 
 SHORTER = 0.4  # share of the steps with shorter sequences than --sequence-length, with --first-sequence-length
 COMPILERS = ("g++", "clang++", "c++", "cl")
-
-
 KEPT_SETTINGS = (  # which a resumed run must keep; `fixed_settings` adds the model
     "optimizer", "lora", "lora_alpha", "seed", "tokenizer",
     "validation_fraction", "validation_salt",  # else it would validate on what it was trained on
