@@ -15,7 +15,6 @@ if __name__ == "__main__":  # Ctrl-C and a missing package are one line in the s
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import re
 import shlex
 from dataclasses import dataclass, field
@@ -131,18 +130,15 @@ def parse(arguments: list[str], command_type: type[CompareFlags] = CompareFlags)
 
 
 def check_words(arguments: list[str], command_type: type[CompareFlags]) -> None:
-    """`UserError` for settings without their flag, and for flags of train.py and judge."""
+    """`UserError` for flags of train.py and judge."""
     judge_flags = {field.name for field in dataclasses.fields(CampaignFlags)}
     own = {field.name for kind in (JudgeFlags, Plan) for field in dataclasses.fields(kind)}
-    for before, word in itertools.pairwise(["", *arguments]):
+    for word in arguments:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if not word.startswith("-"):
-            if "=" in word and not before.startswith("-"):
-                raise UserError(f"{word} stands alone; settings of one flag are one text in quotes.")
-        elif name in TYPES.keys() - own - {"learning_rate"}:  # for which there is --learning-rates
+        if word.startswith("--") and name in TYPES.keys() - own - {"learning_rate"}:  # there is --learning-rates
             use = f"--vary {name}=VALUE sets it in all runs, --vary {name}=VALUE,VALUE compares values"
             raise UserError(f"{word} is a setting of train.py; {use}.")
-        elif name in judge_flags and command_type is not JudgeFlags:
+        if word.startswith("--") and name in judge_flags and command_type is not JudgeFlags:
             raise UserError(f"{word} belongs to judge: python ablate.py judge {word} ...")
 
 
@@ -160,14 +156,14 @@ def settings_of_idea(folder: Path, a: str | None, b: str) -> tuple[str, str]:
 
 def starting_plan(command: CompareFlags) -> Plan:
     """The plan of the file, of --vary, or of --a and --b; with a name that tells it from others."""
+    if "=" in (command.plan_file or ""):
+        raise UserError(f"{command.plan_file} stands alone; settings of one flag are one text in quotes.")
     for text in command.varied:
         if "=" not in text:
             raise UserError(f"--vary {text} has no values; write --vary {text}=V,V.")
         if command.plan_file and not Path(command.plan_file).exists() and not (STUDIES / command.plan_file).exists():
             joined = f"{text.rstrip(',')},{command.plan_file}"
             raise UserError(f"{command.plan_file} is no plan; join values by commas: --vary {joined}")
-    if "=" in (command.plan_file or ""):
-        raise UserError(f"{command.plan_file} stands alone; settings of one flag are one text in quotes.")
     arms = {text or "default": assignments(text) for text in (command.a, command.b) if text is not None}
     if (command.a is None) != (command.b is None):
         raise UserError(f'--{"a" if command.a is None else "b"} is missing; --a "" is the config as it is.')
