@@ -41,7 +41,7 @@ def main(
         device: As in generate.py.
         dtype: As in generate.py.
     """
-    directories = {run: find_checkpoint(run) for run in runs or [str(newest_run())]}
+    directories = {run.rstrip("/"): find_checkpoint(run) for run in runs or [str(newest_run())]}
     try:
         listener = socket.create_server((host, port))
     except (OSError, OverflowError) as error:
@@ -50,8 +50,10 @@ def main(
     from serving.server import Server  # imports torch
 
     server = Server(directories, host, dtype, device)
-    served = ", ".join(describe(directory) for directory in directories.values())
-    print(f"http://{host}:{listener.getsockname()[1]}/ serves {served} (Ctrl-C ends it)", flush=True)
+    print(f"http://{host}:{listener.getsockname()[1]}/ (Ctrl-C ends it) serves")
+    for name, model in server.models.items():
+        dtype = str(model.decoder.compute_dtype).removeprefix("torch.")
+        print(f"  {name}: {describe(directories[name])} on {model.device} in {dtype}", flush=True)
     gc.freeze()  # else a body of many lists stops all answers for half a second, to look for cycles in all of torch
     signal.signal(signal.SIGINT, stop)
     server.run(sockets=[listener])

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from checkpoints.weights import ADAPTER_CONFIG, INDEX, OTHER_FORMATS, SINGLE, check_format
-from errors import UserError
+from errors import UserError, note
 from files import read_json
 
 RUNS = Path("runs")
@@ -43,6 +43,9 @@ def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Pat
         adapter_directory = find_checkpoint(adapter)
         if not (adapter_directory / ADAPTER_CONFIG).is_file():
             raise UserError(f"{adapter} is no adapter, as it has no {ADAPTER_CONFIG}; give one of --lora or PEFT.")
+        base = read_json(adapter_directory / ADAPTER_CONFIG).get("base_model_name_or_path")
+        if isinstance(base, str) and Path(base).is_dir() and Path(base).resolve() != directory.resolve():
+            note(f"{adapter} was trained on {base}, which means little on other weights than those")
         return directory, adapter_directory
     if not (directory / ADAPTER_CONFIG).is_file():
         return directory, None

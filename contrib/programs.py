@@ -133,8 +133,18 @@ def difference(ours: object, theirs: object) -> str:
         return f"{key!r:.24} {difference(ours.get(key, 'refused'), theirs.get(key, 'refused'))}"
     if type(ours) is type(theirs) and isinstance(ours, str | list):
         start = len(os.path.commonprefix([ours, theirs]))  # noqa: RUF071 - no paths
-        return f"from {start}: ours {ours[start:]!r:.24}, theirs {theirs[start:]!r:.24}"
-    return f"ours {ours!s:.24}, theirs {theirs!s:.24}"
+        return f"from {start}: ours {short(ours[start:])}, theirs {short(theirs[start:])}"
+    return f"ours {short(ours)}, theirs {short(theirs)}"
+
+
+def short(answer: object) -> str:
+    """An answer in few characters, which break no number."""
+    if isinstance(answer, float):
+        return f"{answer:.7g}"
+    text = repr(answer)
+    if len(text) <= 24:
+        return text
+    return (text[:24].rpartition(",")[0] if isinstance(answer, list) else text[:24]) + " ..."
 
 
 def prenorm(place: str, _: Questions) -> Program:
@@ -169,11 +179,7 @@ def transformers(place: str, _: Questions) -> Program:
 
     name = f"transformers {__version__}"
     options = {"local_files_only": True, "trust_remote_code": False}
-    if place.endswith(".gguf"):
-        model, adapter = Path(place).parent, None
-        options["gguf_file"] = Path(place).name
-    else:
-        model, adapter = find_adapter(find_checkpoint(place))
+    model, adapter = find_adapter(find_checkpoint(place))
     if adapter is not None:
         import peft
 

@@ -54,17 +54,22 @@ def main(
         as_json: Print a JSON object instead of a table.
     """
     warnings.simplefilter("ignore", FutureWarning)  # of other programs
+    is_gguf = other is not None and other.endswith(".gguf")
+    if is_gguf and not Path(other).is_file():
+        raise UserError(f"{other} does not exist; give a GGUF file.")
+    if is_gguf and find_spec("llama_cpp") is None:
+        raise UserError("llama.cpp, the program that reads GGUF files, is not installed: pip install llama-cpp-python")
     questions = make_questions(run)
     questions.answers = dict(programs.ask(programs.prenorm(run, questions), questions))
-    others = [program for program in (programs.transformers, programs.llama_cpp) if find_spec(program.__name__)]
-    comparisons = [partial(programs.compare, program) for program in others]
+    installed = [program for program in (programs.transformers, programs.llama_cpp) if find_spec(program.__name__)]
+    comparisons = [partial(programs.compare, program) for program in installed]
     comparisons += [partial(programs.compare_elsewhere, executable) for executable in python]
     table = dict(compare(run, questions) for compare in comparisons)
     if other is not None:
-        if not other.endswith(".gguf"):
+        if is_gguf:
+            comparisons = [partial(programs.compare, programs.llama_cpp)]
+        else:
             comparisons.insert(0, partial(programs.compare, programs.prenorm))
-        elif not Path(other).is_file():
-            raise UserError(f"{other} does not exist; give a GGUF file.")
         for compare in comparisons:
             program, cells = compare(other, questions)
             table[f"{Path(other).name} in {program}"] = cells
@@ -72,8 +77,6 @@ def main(
         raise UserError("no other program is installed: pip install transformers, or give --with OTHER.")
     if find_spec("llama_cpp") is None:
         log("llama.cpp, the program that GGUF files are for, is not asked: pip install llama-cpp-python gguf")
-    if other is not None and other.endswith(".gguf") and programs.transformers in others:
-        log("transformers reads GGUF files in its own way, without biases of the attention: llama.cpp is what counts")
     if as_json:
         print(json.dumps(table, indent=2, ensure_ascii=False))
     else:

@@ -27,11 +27,11 @@ from data.settings import DataSettings
 from data.sources import TextFile
 from data.split import DOCUMENT, VALIDATION, content_hash, split_documents
 from data.tokenizer import Tokenizer
-from errors import UserError, counted, log, reading
+from errors import UserError, counted, note, reading
 from files import digest, replacing
 
 SHOWN_LINES = 20
-VERSION = 5  # version of the files; raised when the same conversations and tokenizer would give other rows
+VERSION = 6  # version of the files; raised when the same conversations and tokenizer would give other rows
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,17 @@ def prepare_conversations(
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
         if not path.is_file():
-            fields = pack_split(encode_conversations(files, chat, row_length), settings, tokenizer.dtype)
+            conversations, remarks = encode_conversations(files, chat, row_length)
+            for remark in remarks:
+                note(remark)
+            fields = pack_split(conversations, settings, tokenizer.dtype)
             with replacing(path) as file:
-                np.savez(file, **fields)
+                np.savez(file, remarks=remarks, **fields)
     with reading(path, f"delete {folder}, which is made again"), np.load(path) as stored:
         train, validation = stored["train"], stored["validation"]
         description, text_hash, question = (str(stored[name]) for name in ("description", "text_hash", "question"))
+        for remark in stored["remarks"].tolist():
+            note(remark)
     if max(train[0].max(), validation[0].max()) >= vocab_size:
         raise UserError("the chat template writes tokens that the model has no embeddings of; give another one.")
     return Conversations(chat, tokenizer, description, text_hash, [question], train, validation)
@@ -151,8 +156,10 @@ def pack_split(conversations: dict[int, Conversation], settings: DataSettings, d
     return rows | {"text_hash": text_hash, "description": description, "question": questions[0]}
 
 
-def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, row_length: int) -> dict[int, Conversation]:
-    """The conversations of all files that can be learned from, by their hash; what is unusual is printed, counted."""
+def encode_conversations(
+    files: Sequence[TextFile], chat: ChatFormat, row_length: int
+) -> tuple[dict[int, Conversation], list[str]]:
+    """The conversations of all files that can be learned from, by their hash; and what is unusual, counted."""
     conversations: dict[int, Conversation] = {}
     places = defaultdict(list)  # the files or rows that each remark is about
     for file in files:
@@ -173,9 +180,7 @@ def encode_conversations(files: Sequence[TextFile], chat: ChatFormat, row_length
             places["duplicates dropped"].append(place)
         elif conversation.learned[1:].any():
             conversations[key] = conversation
-    for remark, its_places in places.items():
-        log(f"{remark}: {len(its_places):,} (the first: {its_places[0]})")
-    return conversations
+    return conversations, [f"{remark}: {len(rows):,} (the first: {rows[0]})" for remark, rows in places.items()]
 
 
 def encode_conversation(row: dict, chat: ChatFormat, row_length: int) -> tuple[Conversation, list[str]]:

@@ -1,5 +1,6 @@
 """What generate.py is asked: its flags (fields, whose docstrings are the help) and prompts. Imports no torch."""
 
+import codecs
 import os
 import shlex
 import sys
@@ -162,7 +163,7 @@ def read_prompts(settings: Settings) -> list[str] | None:
     if not sys.stdin.isatty():
         log("reading the prompt from standard input")  # if nobody writes to that pipe, the program seems to hang
         with reading("standard input", "convert it to UTF-8"):
-            text = sys.stdin.buffer.read().decode("utf-8")
+            text = sys.stdin.buffer.read().decode("utf-8-sig")
         return [text.removesuffix("\n").removesuffix("\r")]  # the one line break that `echo` and editors append
     if settings.chat and settings.samples > 1:
         raise UserError("a conversation has one answer to each message; give --samples with messages after the run.")
@@ -175,7 +176,7 @@ def read_prompts(settings: Settings) -> list[str] | None:
 def read_json_prompt(line: bytes, number: int) -> str:
     """The prompt of a line of JSON."""
     with reading(f"line {number} of standard input", 'give a JSON text, or an object with "prompt", in each line'):
-        row = msgspec.json.decode(line, type=str | dict)
+        row = msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8), type=str | dict)
         fields = {"prompt": row} if isinstance(row, str) else row
         if len(fields) > 1:
             note(f'standard input: only "prompt" is read of {", ".join(fields)}; sampling is set by flags')

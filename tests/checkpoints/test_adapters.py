@@ -124,7 +124,13 @@ def test_what_is_more_than_a_and_b_or_does_not_agree_is_refused(adapter, make_lo
             load_weights(make_lora(**OTHER), adapter)
 
 
-def test_an_adapter_of_another_model_is_refused(adapter, make_lora):
+def test_an_adapter_of_another_model_is_refused_and_one_with_other_weights_is_noted(adapter, make_lora, capsys):
+    make_lora(**OTHER)
+    model = adapter.parent / "model"
+    capsys.readouterr()
+    for base, notes in ((model, 0), (shutil.copytree(model, model.with_name("other")), 1)):
+        assert find_adapter(base, str(adapter)) == (base, adapter)
+        assert capsys.readouterr().err.count(f"was trained on {model}, ") == notes
     for other, reason in ({"num_hidden_layers": 2}, r"no 'model\.layers\.2\."), ({"intermediate_size": 96}, "size"):
         make_lora(**OTHER | other)
         with pytest.raises(UserError, match=rf"adapter cannot be read .*{reason}"):

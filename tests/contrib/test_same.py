@@ -96,7 +96,7 @@ FAULTS = {
     "another temperature": (
         lambda d: edit_json(d / "generation_config.json", do_sample=True, temperature=0.71, top_k=0),
         {"sampling"},
-        r"'temperature' ours 0\.0, theirs 0\.71",
+        r"'temperature' ours 0, theirs 0\.71",
     ),
 }
 
@@ -184,17 +184,22 @@ def test_no_code_of_a_checkpoint_is_executed_and_nothing_is_unpickled(good, comp
         compare(model)
 
 
-def test_a_gguf_file_is_asked_as_the_other_model(good, compare, tmp_path):
-    """transformers reads it without the biases of q, k and v, and its ids differ: see docs/generate.md."""
+def test_llama_cpp_alone_is_asked_about_a_gguf_file(good, compare, tmp_path, monkeypatch):
+    model, file = good(), tmp_path / "model.gguf"
+    with pytest.raises(UserError, match=r"model\.gguf does not exist"):
+        compare(model, other=str(file))
     pytest.importorskip("gguf")
     from contrib.gguf import write_gguf
 
-    write_gguf(good(), tmp_path / "model.gguf")
-    status, differences = compare(tmp_path / "good", other=str(tmp_path / "model.gguf"))
-    [cells] = [cells for program, cells in differences.items() if program.startswith("model.gguf in transformers")]
-    assert status == int(any(differences.values())) and not LOGITS & cells.keys()
-    if HAS_LLAMA_CPP:
-        assert differences[next(program for program in differences if program.startswith("model.gguf in llama"))] == {}
+    write_gguf(model, file)
+    if not HAS_LLAMA_CPP:
+        with pytest.raises(UserError, match=r"is not installed: pip install llama-cpp-python"):
+            compare(model, other=str(file))
+        find_spec = same.find_spec
+        monkeypatch.setattr(same, "find_spec", lambda name: name == "llama_cpp" or find_spec(name))
+        monkeypatch.setattr(programs, "llama_cpp", lambda place, _: programs.prenorm(str(model), _))
+    status, differences = compare(model, programs="model.gguf in", other=str(file))
+    assert status == 0 and [*differences.values()] == [{}]
 
 
 @pytest.mark.slow

@@ -48,8 +48,10 @@ def test_standard_input_is_one_prompt_without_its_last_line_break(set_stdin):
     for content, prompt in {"a\nb\n": "a\nb", "a\r\n": "a", "a\n\n": "a\n", " a ": " a ", "": "", "é☺": "é☺"}.items():
         set_stdin(content.encode())
         assert read_prompts(Settings()) == [prompt]
-    set_stdin(b"hello\n")
+    set_stdin(b"\xef\xbb\xbfhello\n")  # with a byte order mark
     assert read_prompts(Settings(chat=True)) == ["hello"]
+    set_stdin(b'\xef\xbb\xbf"a"\n')
+    assert read_prompts(Settings(jsonl=True)) == ["a"]
 
 
 def test_a_terminal_is_not_read_and_gives_an_empty_prompt_with_a_hint_or_a_conversation(set_stdin, capsys):
