@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pandas as pd
 
+from ablation.plan import arm_settings
 from ablation.report import table, with_interval
 from ablation.stats import Effect
 from ablation.study import Study
 from benchmarks.timing import three_digits
 from files import replace_text
+from model.count import num_parameters
 from studies.claims import claim_rows, norm_times, read_speed
 from studies.effects import CONTRASTS, contrasts, load_study, pairs_at_5e_4, pooled, title
 
@@ -59,6 +61,24 @@ def set_rows(*names: str) -> list[dict]:
     return rows
 
 
+def length_rows(*names: str) -> list[dict]:
+    """RMSNorm minus LayerNorm by tokens for each parameter, beside how far equal runs of LayerNorm end from each other.
+
+    A name is a study's, or STUDY:RERUNS where another study has the runs of equal seeds.
+    """
+    rows = []
+    for name in names:
+        study, reruns = load_study(name.partition(":")[0]), load_study(name.rpartition(":")[2])
+        comparison = next(comparison for comparison in study.comparisons if comparison.arm == "rms")
+        settings, rate = arm_settings(study.plan, study.plan.all_arms["layer"]), study.chosen_learning_rates["layer"]
+        tokens = settings.optimizer.steps * settings.data.batch_size * settings.data.sequence_length
+        row = {"tokens for each parameter": f"{tokens / num_parameters(settings.model):.1f}", "runs": link(study)}
+        row |= {"rate": f"{rate:g}", "pairs": comparison.effect.n, "RMSNorm minus LayerNorm": shown(comparison.effect)}
+        scatter = reruns.spread["root mean square difference"]["layer", rate, 1e-6]
+        rows.append(row | {"equal runs end apart by": f"{scatter:.4f}"})
+    return rows
+
+
 def speed_rows(record: str, unit: str, *words: str) -> list[dict]:
     """A row for each table of a record whose title has the words: the speed or time of each program, the best bold."""
     rows, text = [], " ".join(words)
@@ -89,6 +109,7 @@ def norm_time_rows(*records: str) -> list[dict]:
 ROWS: dict[str, Callable[..., list[dict]]] = {
     "contrasts": contrast_rows,
     "sets": set_rows,
+    "lengths": length_rows,
     "claims": claim_rows,
     "speeds": speed_rows,
     "norm_times": norm_time_rows,

@@ -133,7 +133,8 @@ def edit_json(path: Path, *, without: tuple[str, ...] = (), **changes) -> None:
 
 
 def edit_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
-    """Change the tensors of a safetensors file in place."""
+    """Change the tensors of a safetensors file, or of the one in a directory, in place."""
+    path = path / "model.safetensors" if path.is_dir() else path
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
@@ -277,12 +278,6 @@ def make_lora(saved) -> Callable[..., torch.nn.Module]:
         return randomize_trained(add_lora(decoder, fields, seed=7))
 
     return make
-
-
-@pytest.fixture
-def edit_weights() -> Callable[[Path, Callable], None]:
-    """Change the tensors of a directory's model.safetensors in place."""
-    return lambda directory, change: edit_tensors(directory / "model.safetensors", change)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from checkpoints.find import find_checkpoint, newest_run
 from checkpoints.pretrained import load_pretrained, open_checkpoint, save_pretrained, unpacked_tensors
 from errors import UserError
 from generation.load import eos_ids
+from tests.conftest import edit_tensors
 
 
 def checkpoint(directory, **config):
@@ -131,12 +132,12 @@ def test_weights_cast_while_they_are_read_are_those_that_are_cast_afterwards(mak
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_bias_of_o_proj_is_read_where_one_of_its_elements_is_neither_0_nor_minus_0(saved, edit_weights, dtype):
+def test_a_bias_of_o_proj_is_read_where_one_of_its_elements_is_neither_0_nor_minus_0(saved, dtype):
     directory, bias = saved(attention_bias=True), torch.full((48,), -0.0, dtype=dtype)
     smallest = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     for value in (-0.0, -smallest, 2.0):
         bias[-1] = value
-        edit_weights(directory, lambda t: t.update({"model.layers.1.self_attn.o_proj.bias": bias}))
+        edit_tensors(directory, lambda t: t.update({"model.layers.1.self_attn.o_proj.bias": bias}))
         assert load_pretrained(directory).config.attention_output_bias == (value != 0)
 
 
@@ -151,14 +152,14 @@ def test_loaded_weights_do_not_change_with_their_file(make_decoder, saved):
 
 
 @torch.no_grad()
-def test_a_base_model_without_a_head_is_read_when_the_embedding_is_the_head(edit_weights, tokens, tmp_path, relative):
+def test_a_base_model_without_a_head_is_read_when_the_embedding_is_the_head(tokens, tmp_path, relative):
     shape = dict(vocab_size=97, hidden_size=48, intermediate_size=80, num_hidden_layers=2, num_attention_heads=6)
     config = transformers.LlamaConfig(**shape, max_position_embeddings=64, tie_word_embeddings=True)
     model = transformers.LlamaForCausalLM(config).eval()
     model.model.save_pretrained(tmp_path)
     assert relative(load_pretrained(tmp_path)(tokens), model(tokens).logits) <= 1e-6
     model.save_pretrained(tmp_path)  # and the other way round, the head alone
-    edit_weights(tmp_path, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    edit_tensors(tmp_path, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
     assert relative(load_pretrained(tmp_path)(tokens), model(tokens).logits) <= 1e-6
 
 
@@ -173,17 +174,17 @@ def test_an_index_may_only_name_files_beside_it(saved, tmp_path, name):
         load_pretrained(directory)
 
 
-def test_missing_unexpected_and_wrongly_shaped_tensors_are_named(saved, edit_weights):
+def test_missing_unexpected_and_wrongly_shaped_tensors_are_named(saved):
     directory, names = saved(), ("model.layers.0.mlp.up_proj.weight", "model.extra", "model.norm.weight")
-    edit_weights(directory, lambda t: t.update({names[1]: t.pop(names[0]), names[2]: torch.zeros(7)}))
+    edit_tensors(directory, lambda t: t.update({names[1]: t.pop(names[0]), names[2]: torch.zeros(7)}))
     with pytest.raises(UserError, match="{} is missing, {} is unexpected, {} has shape".format(*names)):
         load_pretrained(directory)
 
 
-def test_what_cannot_be_read_is_one_line(saved, edit_weights):
+def test_what_cannot_be_read_is_one_line(saved):
     directory = saved()
     path = directory / "model.safetensors"
-    edit_weights(directory, lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}))
+    edit_tensors(directory, lambda t: t.update({"model.norm.weight": torch.ones(48, dtype=torch.int8)}))
     with pytest.raises(UserError, match=r"cannot be read \(no 'I8'\); give the unquantized model"):
         load_pretrained(directory)
     path.unlink()
@@ -197,10 +198,10 @@ def test_what_cannot_be_read_is_one_line(saved, edit_weights):
             load_pretrained(directory)
 
 
-def test_weights_of_different_dtypes_in_one_file_are_read_exactly(saved, edit_weights):
+def test_weights_of_different_dtypes_in_one_file_are_read_exactly(saved):
     directory = saved()
     halved = [f"model.layers.{i}.{name}_proj.weight" for i in range(3) for name in ("self_attn.q", "mlp.down")]
-    edit_weights(directory, lambda t: t.update({name: t[name].bfloat16() for name in halved}))
+    edit_tensors(directory, lambda t: t.update({name: t[name].bfloat16() for name in halved}))
     tensors, decoder = load_file(directory / "model.safetensors"), load_pretrained(directory)
     for name, tensor in unpacked_tensors(decoder.state_dict(), decoder.config).items():
         assert torch.equal(tensor.float(), tensors[name].float())
@@ -208,11 +209,11 @@ def test_weights_of_different_dtypes_in_one_file_are_read_exactly(saved, edit_we
     assert decoder.layers[0].self_attn.qkv_proj.weight.dtype == torch.float32
 
 
-def test_copies_of_the_head_must_equal_the_tied_embedding_and_old_rotary_tables_are_ignored(saved, edit_weights):
+def test_copies_of_the_head_must_equal_the_tied_embedding_and_old_rotary_tables_are_ignored(saved):
     directory = saved()
     more = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    edit_weights(directory, lambda t: t.update(more | {"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    edit_tensors(directory, lambda t: t.update(more | {"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert load_pretrained(directory).lm_head is None
-    edit_weights(directory, lambda t: t["lm_head.weight"].add_(1))
+    edit_tensors(directory, lambda t: t["lm_head.weight"].add_(1))
     with pytest.raises(UserError, match="a head beside its tied embedding"):
         load_pretrained(directory)

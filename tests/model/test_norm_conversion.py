@@ -9,6 +9,7 @@ from errors import UserError
 from model.config import NORMS
 from model.decoder import Decoder, center_residual_writers
 from model.norm import is_norm_parameter
+from tests.conftest import edit_tensors
 
 KINDS = [*({"norm": norm} for norm in NORMS), {"norm_bias": True}, {"norm": "layer", "norm_bias": False}]
 PAIRS = [*zip(KINDS, KINDS[1:] + KINDS[:1], strict=True), *((kind, {}) for kind in KINDS), *(({}, k) for k in KINDS)]
@@ -31,9 +32,9 @@ def test_zero_biases_that_only_the_family_needs_are_neither_kept_nor_dropped(mak
     assert load_weights(make_decoder(seed=1), saved(norm="layer", norm_bias=False)) == ([], [])
 
 
-def test_master_weights_stay_float32_when_the_checkpoint_is_bfloat16(make_decoder, saved, edit_weights):
+def test_master_weights_stay_float32_when_the_checkpoint_is_bfloat16(make_decoder, saved):
     directory, decoder = saved(), make_decoder(seed=1)
-    edit_weights(directory, lambda t: t.update({name: tensor.bfloat16() for name, tensor in t.items()}))
+    edit_tensors(directory, lambda t: t.update({name: tensor.bfloat16() for name, tensor in t.items()}))
     load_weights(decoder, directory)
     assert {parameter.dtype for parameter in decoder.parameters()} == {torch.float32}
     assert torch.equal(decoder.norm.weight, make_decoder().norm.weight.bfloat16().float())
