@@ -225,7 +225,8 @@ def compare(command: CompareFlags, folder: Path, level: float | None = None) -> 
     """Train what is missing of the plan, and report; with a level until a verdict. Returns the exit status."""
     from ablation import execute  # imports torch
 
-    return execute.compare(command.plan, folder, command.device, command.jobs, command.ray, level, command.dry_run)
+    options = {"jobs": command.jobs, "ray": command.ray, "dry_run": command.dry_run}
+    return execute.compare(command.plan, folder, level, torch_device=command.device, **options)
 
 
 def judge_idea(command: JudgeFlags) -> int:

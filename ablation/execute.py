@@ -244,8 +244,9 @@ def check_arms(plan: Plan, level: float | None) -> None:
 
 
 def compare(
-    plan: Plan, folder: Path, torch_device: str, jobs: int | None, ray: str | None, level: float | None, dry_run: bool
-) -> int:
+    plan: Plan, folder: Path, level: float | None = None,
+    *, torch_device: str, jobs: int | None, ray: str | None, dry_run: bool,
+) -> int:  # fmt: skip
     """Train the runs that are missing, or with a level until a verdict, and report; returns the exit status."""
     check_arms(plan, level)
     with contextlib.nullcontext() if dry_run else locked(folder):

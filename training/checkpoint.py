@@ -31,7 +31,7 @@ from errors import UserError, reading
 from files import fsync, replace_text
 from generation.settings import SMALL_MODEL_SAMPLING
 from model.decoder import Decoder
-from training.processes import Processes, distribute_like, owned_tensors
+from training.processes import Processes, distribute_like, owned_tensors, owner_ranks
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,8 @@ def write_tensors(
     for name, parameter in model.named_parameters():
         for moment, value in optimizer.state.get(parameter, {}).items():
             moments[f"{moment}.{name}"] = value
-    weights, moments = (owned_tensors(tensors, writers, rank, "cpu")[1] for tensors in (weights, moments))
+    weights = owned_tensors(weights, owner_ranks(weights, writers), rank, "cpu")
+    moments = owned_tensors(moments, owner_ranks(moments, writers), rank, "cpu")
     if rank < writers:
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
         save_pretrained(model, new, **ids, state=weights, file=f"model{suffix}")

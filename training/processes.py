@@ -167,16 +167,20 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-def owned_tensors(tensors: Mapping, count: int, rank: int, device: torch.device | str) -> tuple[dict, dict]:
-    """The process that owns each tensor, in turns from the largest on; and the complete tensors that `rank` owns."""
+def owner_ranks(tensors: Mapping, count: int) -> dict:
+    """The rank of the process that owns each tensor, in turns from the largest on."""
     by_size = sorted(tensors, key=lambda key: -tensors[key].numel())
-    owners = {key: i % count for i, key in enumerate(by_size)}
+    return {key: i % count for i, key in enumerate(by_size)}
+
+
+def owned_tensors(tensors: Mapping, owners: Mapping, rank: int, device: torch.device | str) -> dict:
+    """The complete tensors that `rank` owns. All processes must call this."""
     owned = {}
     for key, tensor in tensors.items():
         full = full_tensor(tensor)  # gathered by all, one at a time
         if owners[key] == rank:
             owned[key] = full.to(device)
-    return owners, owned
+    return owned
 
 
 def distribute_like(tensor: Tensor, like: Tensor, source: int | None = None) -> Tensor:
@@ -192,9 +196,10 @@ def gathered(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
     if not tensors or not is_sharded(tensors[0]):
         yield dict(enumerate(tensors))
         return
-    mesh, device = tensors[0].device_mesh, tensors[0].device
-    owners, owned = owned_tensors(dict(enumerate(tensors)), mesh.size(), mesh.get_rank(), device)
+    mesh, numbered = tensors[0].device_mesh, dict(enumerate(tensors))
+    ranks = owner_ranks(numbered, mesh.size())
+    owned = owned_tensors(numbered, ranks, mesh.get_rank(), tensors[0].device)
     yield owned
     for i, tensor in enumerate(tensors):
         full = owned[i] if i in owned else tensor.to_local().new_empty(tensor.shape)
-        tensor.copy_(distribute_like(full, tensor, owners[i]))
+        tensor.copy_(distribute_like(full, tensor, ranks[i]))

@@ -119,4 +119,5 @@ def test_what_cannot_be_judged_is_refused(tmp_path):
     refused = [({"seeds": 8}, "--seeds 10 or more, not 8"), ({"arms": three}, "two arms, .* are 3")]
     for fields, words in (*refused, ({"arms": nowhere}, "runs/nowhere does not exist")):
         with pytest.raises(UserError, match=words):
-            execute.compare(dataclasses.replace(PLAN, **fields), tmp_path, "cpu", 1, None, 0.05, False)
+            plan = dataclasses.replace(PLAN, **fields)
+            execute.compare(plan, tmp_path, 0.05, torch_device="cpu", jobs=1, ray=None, dry_run=False)
