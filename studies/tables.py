@@ -72,10 +72,11 @@ def length_rows(*names: str) -> list[dict]:
         comparison = next(comparison for comparison in study.comparisons if comparison.arm == "rms")
         settings, rate = arm_settings(study.plan, study.plan.all_arms["layer"]), study.chosen_learning_rates["layer"]
         tokens = settings.optimizer.steps * settings.data.batch_size * settings.data.sequence_length
-        row = {"tokens for each parameter": f"{tokens / num_parameters(settings.model):.1f}", "runs": link(study)}
-        row |= {"rate": f"{rate:g}", "pairs": comparison.effect.n, "RMSNorm minus LayerNorm": shown(comparison.effect)}
+        length = f"[{tokens / num_parameters(settings.model):.1f}](studies/{study.plan.name}/report.md)"
+        row = {"tokens for each parameter": length, "rate": f"{rate:g}", "pairs": comparison.effect.n}
         scatter = reruns.spread["root mean square difference"]["layer", rate, 1e-6]
-        rows.append(row | {"equal runs end apart by": f"{scatter:.4f}"})
+        row |= {"RMSNorm minus LayerNorm": shown(comparison.effect), "equal runs end apart by": f"{scatter:.4f}"}
+        rows.append(row)
     return rows
 
 

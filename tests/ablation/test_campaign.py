@@ -38,8 +38,8 @@ def test_of_campaigns_without_a_true_idea_at_most_one_in_ten_keeps_any_and_most_
         (normal, {"share": 0.1}, (0.031, 0.193), (0.874, 0.987)),
         (normal, {"share": 0.1, "fading": 0.8}, (0.045, 0.251), (0.500, 0.662)),
         (arm_with_itself, {"share": 0}, (0.094, 0.771), (0, 0)),
-        (recorded_comparisons, {"share": 0}, (0.337, 0.848), (0, 0)),
-        (recorded_comparisons, {"share": 0.1}, (0.096, 0.251), (0.953, 0.995)),
+        (recorded_comparisons, {"share": 0}, (0.338, 0.848), (0, 0)),
+        (recorded_comparisons, {"share": 0.1}, (0.095, 0.251), (0.953, 0.995)),
     ],
 )
 def test_the_rates_of_false_keeps_are_those_of_the_documents(draw, fields, rates, power):
