@@ -93,8 +93,8 @@ class ChatFormat:
     def __init__(self, tokenizer: Tokenizer, system: str | None = None):
         if tokenizer.chat_template is None:
             problem = f"{tokenizer.folder} has no chat template, so the model only continues text"
-            fix = "fine-tune it on conversations, or put a chat_template.jinja in its folder"
-            raise UserError(f"{problem}: use an Instruct or Chat model, {fix}.")
+            fix = "put the chat_template.jinja of its Instruct or Chat model into its folder, or use that model"
+            raise UserError(f"{problem}: {fix}.")
         self.tokenizer = tokenizer
         self._template = tokenizer.chat_template
         tokens = tokenizer.added_tokens.values()

@@ -1,6 +1,7 @@
 """How one file is read: a generator for each format, which holds no more than a block of text or some rows."""
 
 import codecs
+import functools
 import gzip
 import json
 from collections.abc import Iterable, Iterator
@@ -20,17 +21,9 @@ Document = Iterable[str]  # its text in blocks, to be read at most once
 
 
 def read_documents(file: TextFile) -> Iterator[Document]:
-    """The documents of a file in order; a note says why a file of a folder or pattern is left out."""
-    if file.format == "text":
-        path = file.fetch()
-        if file.optional:
-            try:
-                for _ in read_blocks(path):  # to its end, as a document that has begun cannot be left out
-                    pass
-            except UserError as error:
-                note(f"skipped: {error}")
-                return
-        yield read_blocks(path)
+    """The documents of a file in order; none of a file that `why_left_out`."""
+    if file.format == "text" and not why_left_out(file):
+        yield read_blocks(file.fetch())
     if file.format == "topics":  # the language reference as `help()` shows it
         from pydoc_data.topics import topics
 
@@ -41,6 +34,19 @@ def read_documents(file: TextFile) -> Iterator[Document]:
             text = text_of(decode(row), file.field)
         if text:
             yield [text]
+
+
+@functools.cache
+def why_left_out(file: TextFile) -> str:
+    """Why a text file of a folder or pattern is left out, which is printed, too; empty if it is not."""
+    if file.format == "text" and file.optional:
+        try:
+            for _ in read_blocks(file.fetch()):  # to its end, as a document that has begun cannot be left out
+                pass
+        except UserError as error:
+            note(f"skipped: {error}")
+            return str(error)
+    return ""
 
 
 def read_blocks(path: Path) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """The ids of a text, made once and kept in units: files of about 64 MB of text that are tokenized together.
 
     CACHE/units/KEY.bin     ids: BOS a a a EOS BOS b b EOS, or without a BOS in the tokenizer a a a EOS b b EOS
+    CACHE/units/KEY.skipped why files were left out, a line each
     CACHE/units/KEY.docs    a row of `DOCUMENT` for each document; written last, so a unit that has it is complete
 
 A lock per unit decides who makes it, so several commands share the work, also on several machines. What a killed one
@@ -23,14 +24,14 @@ import numpy as np
 from filelock import FileLock, Timeout
 from tqdm import tqdm
 
-from data.readers import Document, read_documents
+from data.readers import Document, read_documents, why_left_out
 from data.sources import TextFile
 from data.split import DOCUMENT
 from data.tokenizer import Tokenizer
-from errors import UserError
-from files import digest, replacing
+from errors import UserError, note
+from files import digest, replace_text, replacing
 
-VERSION = 7  # raised when the same text and tokenizer would give other files
+VERSION = 8  # raised when the same text and tokenizer would give other files
 UNIT_BYTES = 64_000_000
 GROUP = 4_000_000  # characters that are encoded together, on all cores
 
@@ -54,6 +55,8 @@ class Unit:
             documents = itertools.chain.from_iterable(map(read_documents, self.files))
             with replacing(self.path) as file:
                 table = write_ids(file, documents, self.tokenizer)
+            reasons = [f"{reason}\n" for reason in map(why_left_out, self.files) if reason]
+            replace_text(self.path.with_suffix(".skipped"), "".join(reasons))
             with replacing(self.path.with_suffix(".docs")) as file:
                 file.write(table.tobytes())
 
@@ -122,6 +125,9 @@ def prepare_units(files: Sequence[TextFile], tokenizer: Tokenizer, folder: Path)
         unit.prepare(timeout=0)
     for unit in missing:
         unit.prepare(timeout=-1)
+    for unit in units:
+        for reason in unit.path.with_suffix(".skipped").read_text(encoding="utf-8").splitlines():
+            note(f"skipped: {reason}")
     if not any(len(unit.table) for unit in units):
         raise UserError("there is no text in the files that were named; give files that contain text.")
     return units

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import kernels
 from checkpoints.find import describe
-from data.chat import ChatFormat
+from data.chat import ChatFormat, Message
 from data.tokenizer import Tokenizer, encode_prompt, tokens_after
 from errors import log
 from generation.conversation import Conversation, write
@@ -20,7 +20,9 @@ from model.device import explain_out_of_memory
 
 
 @explain_out_of_memory("out of memory; use a smaller --batch-size, fewer --max-new-tokens, or --device cpu.")
-def run(settings: Settings, directory: Path, tokenizer: Tokenizer, prompts: Sequence[str] | None) -> None:
+def run(
+    settings: Settings, directory: Path, tokenizer: Tokenizer, prompts: Sequence[str | list[Message]] | None
+) -> None:
     """Print the continuations of the prompts, in a chat the answers to them. None: hold a conversation."""
     checkpoint, _, eos_ids = open_model(directory, settings.adapter, tokenizer)
     context = checkpoint.config.max_position_embeddings
@@ -28,7 +30,8 @@ def run(settings: Settings, directory: Path, tokenizer: Tokenizer, prompts: Sequ
     if settings.chat:
         chat = ChatFormat(tokenizer, settings.system)
         eos_ids |= chat.ends
-        encoded = [chat.encode([{"role": "user", "content": text}]) for text in texts]
+        questions = [[{"role": "user", "content": text}] if isinstance(text, str) else text for text in texts]
+        encoded = [*map(chat.encode, questions)]
     else:
         encoded = [encode_prompt(tokenizer, text) for text in texts]
     check_prompts(encoded, context)  # before the weights are read
@@ -52,7 +55,7 @@ def run(settings: Settings, directory: Path, tokenizer: Tokenizer, prompts: Sequ
 
 def print_texts(
     continue_prompts: Callable, settings: Settings, tokenizer: Tokenizer,
-    prompts: Sequence[str], encoded: list[list[int]],
+    prompts: Sequence[str | list[Message]], encoded: list[list[int]],
 ) -> None:  # fmt: skip
     """Generate all samples of the prompts in batches; print the texts (in a chat the answers) in order, or as JSON."""
     samples = [*itertools.product(range(len(prompts)), range(settings.samples))]  # prompt index, sample number

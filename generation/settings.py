@@ -89,8 +89,8 @@ class Settings:
     """Maximum number of tokens to generate per text. Default: 200, in a chat 2048."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
     jsonl: bool = False
-    """Read prompts from standard input, one JSON text or object with "prompt" a line, and write an object a line as
-    texts end; its "row" is the number of the line that was read, from 0."""
+    """Read prompts from standard input, one JSON text or object with "prompt" (with --chat or "messages") a line, and
+    write an object a line as texts end; its "row" is the number of the line that was read, from 0."""
     seed: int = 1
     """Random seed. Sample i of a prompt is the same whatever else is in its batch, up to rounding."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -151,15 +151,18 @@ def recommended_sampling(directory: Path, adapter: str | None = None, chat: bool
     return sampling if chat or sampling.temperature > 0 else None
 
 
-def read_prompts(settings: Settings) -> list[str] | None:
-    """The prompts of the command line, else those on standard input; None for a conversation in a terminal."""
+def read_prompts(settings: Settings) -> list[str | list[dict]] | None:
+    """The prompts of the command line, else those on standard input, of which some may be the messages of a
+    conversation; None for a conversation in a terminal.
+    """
     prompts = [*settings.text, *settings.prompt]
     if prompts and settings.jsonl and os.path.isfile(prompts[0]):  # a path of any length
         raise UserError(f"--jsonl reads standard input: python generate.py RUN --jsonl < {prompts[0]}")
     if prompts:
         return prompts
     if settings.jsonl:
-        return [read_json_prompt(line, number) for number, line in enumerate(sys.stdin.buffer, 1) if line.strip()]
+        lines = enumerate(sys.stdin.buffer, 1)
+        return [read_json_prompt(line, number, settings.chat) for number, line in lines if line.strip()]
     if not sys.stdin.isatty():
         log("reading the prompt from standard input")  # if nobody writes to that pipe, the program seems to hang
         with reading("standard input", "convert it to UTF-8"):
@@ -173,11 +176,13 @@ def read_prompts(settings: Settings) -> list[str] | None:
     return [""]
 
 
-def read_json_prompt(line: bytes, number: int) -> str:
-    """The prompt of a line of JSON."""
-    with reading(f"line {number} of standard input", 'give a JSON text, or an object with "prompt", in each line'):
+def read_json_prompt(line: bytes, number: int, chat: bool) -> str | list[dict]:
+    """The prompt of a line of JSON, or in a chat the messages of a conversation."""
+    fix = 'give a JSON text, or an object with "prompt" (with --chat or "messages"), in each line'
+    with reading(f"line {number} of standard input", fix):
         row = msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8), type=str | dict)
         fields = {"prompt": row} if isinstance(row, str) else row
+        name = "messages" if chat and "messages" in fields else "prompt"
         if len(fields) > 1:
-            note(f'standard input: only "prompt" is read of {", ".join(fields)}; sampling is set by flags')
-        return msgspec.convert(fields["prompt"], str)
+            note(f'standard input: only "{name}" is read of {", ".join(fields)}; sampling is set by flags')
+        return msgspec.convert(fields[name], list[dict] if name == "messages" else str)

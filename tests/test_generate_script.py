@@ -1,5 +1,6 @@
 """`python generate.py` as a user runs it: standard output, standard error and exit status."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -51,6 +52,14 @@ def test_standard_input_and_the_newest_run_are_the_default(folder):
     assert note == "reading the prompt from standard input"
     assert sampling.startswith("sampling (the flags, else the defaults): repetition_penalty 1, temperature 0.8, top_k")
     assert last.startswith(f"{Path('runs', 'newest', 'best')} on ")
+
+
+def test_lines_of_json_may_be_conversations(folder):
+    messages = [{"role": "user", "content": "hi"}]
+    lines = json.dumps({"messages": messages}) + "\n" + json.dumps({"prompt": "hi"})
+    result = script(folder, "--chat", "--jsonl", "--max-new-tokens", "5", "--temperature", "0", prompt=lines)
+    asked, prompted = map(json.loads, result.stdout.splitlines())
+    assert asked["prompt"] == messages and prompted["prompt"] == "hi" and asked["text"] == prompted["text"]
 
 
 def test_the_stories_model_prints_the_bytes_of_the_reference_without_importing_dynamo(stories260k_directory, shared):

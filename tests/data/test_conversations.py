@@ -251,7 +251,7 @@ def test_a_template_that_does_not_teach_the_end_of_an_answer_is_named(tokenizer_
 def test_conversations_need_a_template_and_rows_with_a_text_are_a_text(tokenizer_file, shared, tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("[1]\n" + json.dumps({"messages": said("q", "a")}) + "\n")
-    with pytest.raises(UserError, match=r"stories260K has no chat template.*chat_template.jinja in its folder"):
+    with pytest.raises(UserError, match=r"stories260K has no chat template.*chat_template.jinja .* into its folder"):
         prepared(path, shared / "stories260K" / "tok512.model", tmp_path)
     path.write_text(json.dumps({"text": "A text.", "messages": said("q", "a")}) + "\n")
     description = prepared(path, tokenizer_file, tmp_path).description

@@ -18,7 +18,7 @@ from data.corpus import Corpus, prepare
 from data.settings import DataSettings
 from data.split import content_hash
 from data.tokens import TokenStream
-from errors import UserError
+from errors import UserError, note
 from tests.data.conftest import write_corpus
 
 ROOT = Path(__file__).parents[2]
@@ -115,12 +115,16 @@ def test_the_tokenizer_is_trained_on_a_sample_from_all_of_the_text_without_valid
         assert min(places) < 40 and max(places) > 360
 
 
-def test_only_other_text_another_vocabulary_or_another_split_are_prepared_anew(tmp_path, monkeypatch):
+def test_only_other_text_another_vocabulary_or_another_split_are_prepared_anew(tmp_path, monkeypatch, capsys):
     write_corpus(tmp_path / "text")
+    (tmp_path / "text" / "gbk.txt").write_bytes("中文".encode("gbk"))
     first = prepared(tmp_path)
+    note.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(tokens, "read_documents", None)
+        patch.setattr(tokens, "why_left_out", None)
         again = prepared(tmp_path)
+    assert capsys.readouterr().err.count(f"skipped: {tmp_path}/text/gbk.txt cannot be read") == 2  # said each time
     assert np.array_equal(again.train[:], first.train[:]) and np.array_equal(again.validation, first.validation)
     assert again.description == first.description and again.tokenizer.hash == first.tokenizer.hash
     assert prepared(tmp_path, vocab_size=410).tokenizer.vocab_size == 410
