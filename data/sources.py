@@ -73,7 +73,8 @@ def find_files(name: str, settings: DataSettings) -> list[TextFile]:
         choices = f"a path, a pattern, hub:OWNER/NAME, or one of python, python-chat, {', '.join(HUB_TEXTS)}"
         raise UserError(f'no file, folder or known text is called "{name}"; give {choices}.')
     if not files:
-        raise UserError(f"{name} names no file to read; the formats are {' '.join(FORMATS)}.")
+        formats = f"the formats are {' '.join(FORMATS)} (jsonl: one JSON object a line)"
+        raise UserError(f"{name} names no file to read; {formats}.")
     return files
 
 

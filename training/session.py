@@ -168,9 +168,11 @@ def open_text(settings: Settings, last: Path | None) -> tuple[Settings, Text]:
     read = epochs(steps * data.batch_size * data.sequence_length, tokens)
     print(f"text: {corpus.description}\n  {counted(steps, 'step')}: {read}")
     is_new_to_chats = last is None and corpus.chat and load_tokenizer(settings.run.init_from).chat_template is None
-    if is_new_to_chats and settings.optimizer.learning_rate < 3e-4:
+    if is_new_to_chats and settings.run.lora is not None:
+        print("note: the model has not seen the tokens of the roles, which an adapter hardly teaches; leave out --lora")
+    elif is_new_to_chats and settings.optimizer.learning_rate < 3e-4:
         print("note: the model has not seen the tokens of the roles; --learning-rate 1e-3 teaches them faster")
-    if settings.run.lora is not None and settings.optimizer.learning_rate < 1e-4:
+    elif settings.run.lora is not None and settings.optimizer.learning_rate < 1e-4:
         print("note: an adapter learns little at this learning rate; --learning-rate 3e-4 is usual")
     if last is None and settings.run.init_from is None and data.tokenizer is None:
         model = dataclasses.replace(settings.model, vocab_size=corpus.tokenizer.vocab_size)
