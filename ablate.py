@@ -36,7 +36,7 @@ python ablate.py judge --a "" --b "qk_norm=true"    keep or discard a change
 python ablate.py judge --campaign FOLDER --b "..."  many, one after another
 python ablate.py report FOLDER     write the report of a folder of results again
 Ctrl-C stops it, the same command resumes it. Its results are in report.md.
-Defaults are those of this command; for others: judge --help, PLAN --help.""".replace("\n", "\n\n")
+Defaults are those of this command; for others add --help to them.""".replace("\n", "\n\n")
 JUDGE_DESCRIPTION = """Keep or discard b, a change of a: up to 20 pairs (--seeds), in five looks.
 It stops as soon as a test can decide, and prints its verdict as JSON.
 python ablate.py judge --a "" --b "qk_norm=true"
@@ -53,7 +53,7 @@ class CompareFlags:
     """Values of a setting to compare, the first as baseline; several times: a grid"""
     a: Annotated[str | None, optional('"S=V ..."')] = None
     """Settings of the baseline, such as "norm=layer steps=600"; "" is the config as it is"""
-    b: Annotated[str | None, optional('"S=V ..."')] = None  # Settings of what is compared with it; without those of --a
+    b: Annotated[str | None, optional('"S=V ..."')] = None  # Settings of what is compared with it, all: --a adds none
     quick: bool = False  # Three pairs of 300 steps at one learning rate: only large differences show
     out: Annotated[Path | None, optional("FOLDER")] = None
     """Folder of the results (default: runs/ablation-NAME, or one in that of judge --campaign)"""
@@ -195,14 +195,14 @@ def run_flags(plan: Plan) -> str:
 
 
 def assignments(text: str) -> dict[str, str]:
-    """The settings in a text such as `weight_decay=0.5 qk_norm=true`."""
+    """The settings in a text such as `weight_decay=0.5 data=my texts qk_norm=true`."""
     values: dict[str, str] = {}
-    for assignment in text.split():
-        name, equals, value = assignment.partition("=")
-        if not equals:
-            raise UserError(f"{assignment} must be SETTING=VALUE; several are one text in quotes.")
+    start, *parts = re.split(r"(?:^|\s+)([\w-]+)=", text.strip())
+    if start:
+        raise UserError(f"{start} must be SETTING=VALUE; several are one text in quotes.")
+    for name, value in zip(parts[::2], parts[1::2], strict=True):
         if "=" in value or value.endswith(","):
-            raise UserError(f"{assignment}: a space separates settings (--vary again for each), a comma values.")
+            raise UserError(f"{name}={value}: a space separates settings (--vary again for each), a comma values.")
         if name in values:
             raise UserError(f"{name} is given twice; --vary takes all values of a setting at once: {name}=V,V,V.")
         values[name] = value

@@ -120,7 +120,7 @@ class Plan:
         for choices in itertools.product(*vary):
             baseline = None
             for arm, settings in arms.items():
-                name = ", ".join([arm, *(label(*choice) for choice in choices)])
+                name = ", ".join([arm, *(label(*choice) for choice in choices if len(self.vary[choice[0]]) > 1)])
                 combined[name] = Arm(name, settings | dict(choices), baseline)
                 baseline = baseline or name
         if len(combined) < 2:

@@ -59,9 +59,11 @@ class Worth:
     source: Literal["length", "curve"]  # the slope of the loss is that of runs of other lengths, or along the runs
 
     def __str__(self) -> str:
-        ends = {-50: "-50 or less", 100: "+100 or more"}
-        percent, low, high = (ends.get(value, f"{value:+.1f}") for value in (self.percent, self.low, self.high))
-        return f"{percent}% of the steps [{low}, {high}], by {self.source}"
+        def words(percent: float, sign: str = "") -> str:
+            limits = {-50: f"-50{sign} or less", 100: f"+100{sign} or more"}
+            return limits.get(percent, f"{percent:+.1f}{sign}")
+
+        return f"{words(self.percent, '%')} of the steps [{words(self.low)}, {words(self.high)}], by {self.source}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +86,7 @@ class Verdict:
     hours: float | None = None  # that all runs took
 
     def __str__(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
 
 
 def read_verdict(folder: Path) -> Verdict | None:

@@ -84,13 +84,19 @@ def outcome(study: Study, arm: str) -> str:
     if c is None:
         loss = study.mean_loss(arm, {arm: 1.0})
         return f"{loss.estimate:.4f} {loss.unit} over {loss.n} seeds"
-    text = f"{c.verdict}, {with_interval(c.effect)} {study.unit} against {c.baseline} over {c.effect.n} pairs"
+    text = f"{verdict(c)}, {with_interval(c.effect)} {study.unit} against {c.baseline} over {c.effect.n} pairs"
     return text if c.verdict != "inconclusive" else f"{text}; it would take {pairs_to_decide(c)}"
 
 
 def grid_effects(study: Study) -> list[tuple[Effect, float]]:
     """The effects of a grid, each with its p-value, adjusted for their number."""
     return [*zip(study.effects, holm([effect.p for effect in study.effects]), strict=True)]
+
+
+def verdict(c: Comparison) -> str:
+    """The verdict; it says so where only the adjustment for other comparisons leaves it open."""
+    is_open = c.verdict == "inconclusive" and c.effect.p < SIGNIFICANCE
+    return f"{c.verdict} after Holm" if is_open else c.verdict
 
 
 def pairs_to_decide(c: Comparison) -> str | None:
@@ -110,7 +116,7 @@ def write(study: Study, folder: Path) -> Path:
     narrow = []  # for a page
     for c in study.comparisons:
         row = {"arm": c.effect.name, f"difference, {study.unit}": with_interval(c.effect), "pairs": c.effect.n}
-        narrow.append(row | {"p (Holm)": f"{c.p_holm:.2g}", "verdict": c.verdict})
+        narrow.append(row | {"p (Holm)": f"{c.p_holm:.2g}", "verdict": verdict(c)})
     if rows:
         save_table(folder / "differences", rows, narrow)
     bases = ", ".join(dict.fromkeys(c.baseline for c in study.comparisons))
@@ -208,7 +214,6 @@ def equal_in_each_seed(rows: pd.DataFrame, column: str) -> bool:
 
 def comparison_row(study: Study, c: Comparison) -> dict:
     """A row of the table of comparisons."""
-    by_holm = " after Holm" if c.verdict == "inconclusive" and c.effect.p < SIGNIFICANCE else ""
     worth = study.in_steps(c.baseline, c.effect.estimate, c.effect.interval)
     return {
         "arm": c.effect.name,
@@ -217,7 +222,7 @@ def comparison_row(study: Study, c: Comparison) -> dict:
         "low": c.effect.interval[0],
         "high": c.effect.interval[1],
         "worth": worth and str(worth),
-        "verdict": c.verdict + by_holm,
+        "verdict": verdict(c),
         "p (Holm)": c.p_holm,
         "p of equivalence (Holm)": c.p_equivalence,
         "pairs": c.effect.n,

@@ -66,7 +66,7 @@ def grid(inside: Inspection, tokens: list[str], show: str) -> Figure:
 def main(
     run: Positional[Path], text: Positional[str] = "", show: Literal[*LEGENDS] = "rms", out: Path = Path("inside.png")
 ) -> None:
-    """Draw what happens inside a run while it reads a text."""
+    """Draw what happens inside a run while it reads a text; without one, how the stream of a run with RMSNorm grows."""
     directory = find_checkpoint(run)
     decoder, tokenizer = load_pretrained(directory), load_tokenizer(directory)
     if text:

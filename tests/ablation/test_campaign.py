@@ -102,6 +102,12 @@ def test_a_ledger_gives_new_seeds_stricter_levels_and_what_was_kept_as_baseline(
         load_campaign(tmp_path)
 
 
+def test_ideas_add_to_the_baseline_of_the_first(judge):
+    judge("--a", "norm=layer", "--b", "norm=layer qk_norm=true", loss=better)
+    *_, last = judge("--b", "weight_decay=0.5", loss=better)
+    assert (last["baseline"], last["idea"]) == ("norm=layer", "norm=layer weight_decay=0.5")
+
+
 def test_an_interrupted_idea_resumes_and_no_other_begins_before_it(judge, tmp_path):
     judge("--b", "weight_decay=0.5", loss=lambda run: better(run) if run.seed == 3001 else 1 / 0, status=1)
     with pytest.raises(UserError, match="has no verdict"):
