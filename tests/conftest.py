@@ -160,6 +160,10 @@ class HubServer(http.server.ThreadingHTTPServer):
         self.errors: dict[str, tuple[int, str]] = {}  # HTTP status and code by path; others are 404 EntryNotFound
         self.asked: list[tuple[str, str]] = []  # the method and path of each request
 
+    def stop(self) -> None:
+        self.shutdown()
+        self.server_close()
+
 
 class HubRequest(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
@@ -199,16 +203,7 @@ def hub(monkeypatch, tmp_path) -> Iterator[HubServer]:
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
     monkeypatch.setattr(time, "sleep", lambda _: None)  # before another try
     yield server
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.fixture
-def no_network(monkeypatch) -> Callable[[], None]:
-    """From the call on, huggingface_hub has an address where nobody listens."""
-    from huggingface_hub import constants
-
-    return lambda: monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    server.stop()
 
 
 @pytest.fixture

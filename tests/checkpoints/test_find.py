@@ -78,13 +78,13 @@ def model(hub, stories260k_directory) -> dict[str, bytes]:
     return files
 
 
-def test_only_the_needed_files_of_a_model_are_downloaded_once_and_used_offline(tmp_path, hub, model, no_network):
+def test_only_the_needed_files_of_a_model_are_downloaded_once_and_used_offline(tmp_path, hub, model):
     snapshot = tmp_path / "hub" / "models--org--stories" / "snapshots" / hub.commit
     assert find_checkpoint("org/stories") == find_checkpoint("org/stories@v2") == snapshot
     assert {path.name: path.read_bytes() for path in snapshot.iterdir()} == model
     downloads = [path for method, path in hub.asked if method == "GET" and "/resolve/" in path]
     assert sorted(downloads) == sorted(f"/org/stories/resolve/{hub.commit}/{name}" for name in model)
-    no_network()
+    hub.stop()
     assert find_checkpoint("org/stories") == snapshot
     with pytest.raises(UserError, match=r"^org/other is no local path, and .* gives no model: .*connection"):
         find_checkpoint("org/other")

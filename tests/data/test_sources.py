@@ -174,7 +174,7 @@ def test_the_list_of_a_data_set_is_kept_for_each_revision(hub, prepared):
     assert "of another" in text_of(prepared("shakespeare"))
 
 
-def test_what_cannot_be_downloaded_is_one_line(hub, numbers, prepared, no_network):
+def test_what_cannot_be_downloaded_is_one_line(hub, numbers, prepared):
     reasons = {
         "owner/nothing": "^hub:owner/nothing cannot be downloaded .HTTP 404.; check the connection and the name",
         "owner/numbers/nowhere": "^hub:owner/numbers/nowhere names no file to read",
@@ -185,6 +185,6 @@ def test_what_cannot_be_downloaded_is_one_line(hub, numbers, prepared, no_networ
     for name, reason in reasons.items():
         with pytest.raises(UserError, match=reason):
             prepared(f"hub:{name}")
-    no_network()
+    hub.stop()
     with pytest.raises(UserError, match=r"hub:owner/other cannot be downloaded \(ConnectError\); check the connection"):
         prepared("hub:owner/other")
