@@ -45,7 +45,7 @@ def run(
         log("the samples of a prompt are equal, because temperature 0 always takes the most likely token")
     continue_prompts = functools.partial(
         generate, decoder, max_new_tokens=settings.token_limit, sampling=settings.sampling, seed=settings.seed,
-        eos_ids=eos_ids, vocab_size=tokenizer.vocab_size,
+        eos_ids=eos_ids, vocab_size=tokenizer.vocab_size, drafts=settings.drafts,
     )  # fmt: skip
     if prompts is None:
         Conversation(continue_prompts, chat, settings, context).run()

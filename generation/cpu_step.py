@@ -1,4 +1,4 @@
-"""Decoding on a CPU: one token for each sequence through all layers, in plain loops that Numba compiles.
+"""Decoding on a CPU: the new tokens of each sequence through all layers, in plain loops that Numba compiles.
 
 A step of a small model should take as long as reading its weights does. So each matrix is read once, in the form in
 which it is stored: float32, the 16 bits of bfloat16, or 8 bits with a scale for each row; everything else is float32.
@@ -129,18 +129,20 @@ def rotate(head, cos, sin):
 
 
 @functools.partial(compiled, parallel=True)
-def attend(qkv, keys, values, padding, end):
-    """Attention of the queries in qkv (B, (H + 2K) d) to the cache's first `end` positions: (B, H d)."""
+def attend(qkv, keys, values, padding, position):
+    """Attention of the queries in qkv (B T, (H + 2K) d) to the cache up to their own positions: (B T, H d)."""
     batch, kv_heads, _, width = keys.shape
+    rows, count = len(qkv), len(qkv) // batch
     heads = qkv.shape[1] // width - 2 * kv_heads
-    out = np.empty((batch, heads * width), np.float32)
-    all_scores = np.empty((batch * heads, end), np.float32)
-    for task in prange(batch * heads):
-        b, h = task // heads, task % heads
-        kv = h // (heads // kv_heads)
+    out = np.empty((rows, heads * width), np.float32)
+    all_scores = np.empty((rows * heads, position + count), np.float32)
+    for task in prange(rows * heads):
+        row, h = task // heads, task % heads
+        b, kv = row // count, h // (heads // kv_heads)
         first = padding[b]
-        q = qkv[b, h * width : (h + 1) * width]
-        y = out[b, h * width : (h + 1) * width]
+        end = position + row % count + 1
+        q = qkv[row, h * width : (h + 1) * width]
+        y = out[row, h * width : (h + 1) * width]
         scores = all_scores[task]
         largest, total = np.float32(-np.inf), np.float32(0)
         for s in range(first, end):
@@ -163,29 +165,31 @@ def attend(qkv, keys, values, padding, end):
 
 @compiled
 def run_layer(layer, x, cos, sin, padding, position, is_layer_norm, eps):
-    """Add the outputs of a layer's two blocks to the residual stream x (B, D)."""
+    """Add the outputs of a layer's two blocks to the residual stream x (B T, D): T tokens from `position` on."""
     batch, kv_heads, _, width = layer.keys.shape
-    qkv = np.zeros((batch, len(layer.qkv.bias)), np.float32)
+    rows, count = len(x), len(x) // batch
+    qkv = np.zeros((rows, len(layer.qkv.bias)), np.float32)
     add_product(qkv, layer.qkv, normalize_rows(x, layer.attention_norm, is_layer_norm, eps))
     heads = qkv.shape[1] // width - 2 * kv_heads
-    for b in range(batch):
+    for row in range(rows):
+        b, place = row // count, position + row % count
         for h in range(heads + kv_heads):
-            head = qkv[b, h * width : (h + 1) * width]
+            head = qkv[row, h * width : (h + 1) * width]
             if len(layer.head_norms):
                 normalize(head, head, layer.head_norms[0 if h < heads else 1], False, eps)
-            rotate(head, cos[position - padding[b]], sin[position - padding[b]])
+            rotate(head, cos[place - padding[b]], sin[place - padding[b]])
         for h in range(kv_heads):
             for i in range(width):
-                layer.keys[b, h, position, i] = qkv[b, (heads + h) * width + i]
-                layer.values[b, h, position, i] = qkv[b, (heads + kv_heads + h) * width + i]
-    add_product(x, layer.o, attend(qkv, layer.keys, layer.values, padding, position + 1))
-    gate_up = np.zeros((batch, len(layer.gate_up.bias)), np.float32)
+                layer.keys[b, h, place, i] = qkv[row, (heads + h) * width + i]
+                layer.values[b, h, place, i] = qkv[row, (heads + kv_heads + h) * width + i]
+    add_product(x, layer.o, attend(qkv, layer.keys, layer.values, padding, position))
+    gate_up = np.zeros((rows, len(layer.gate_up.bias)), np.float32)
     add_product(gate_up, layer.gate_up, normalize_rows(x, layer.mlp_norm, is_layer_norm, eps))
-    hidden = np.empty((batch, gate_up.shape[1] // 2), np.float32)
-    for b in range(batch):
+    hidden = np.empty((rows, gate_up.shape[1] // 2), np.float32)
+    for row in range(rows):
         for i in range(hidden.shape[1]):
-            gate, up = gate_up[b, i], gate_up[b, hidden.shape[1] + i]
-            hidden[b, i] = gate / (np.float32(1) + math.exp(-gate)) * up  # silu(gate) up
+            gate, up = gate_up[row, i], gate_up[row, hidden.shape[1] + i]
+            hidden[row, i] = gate / (np.float32(1) + math.exp(-gate)) * up  # silu(gate) up
     add_product(x, layer.down, hidden)
 
 
@@ -228,7 +232,10 @@ def layer_weights(layer: Layer, keys: np.ndarray, values: np.ndarray, dtype: tor
 
 
 class CpuDecodeStep:
-    """Computes the logits that follow one new token of every sequence in a float32 cache."""
+    """Computes the logits that follow each new token of every sequence in a float32 cache.
+
+    The logits after a token have the same bits whatever the number of tokens in a call.
+    """
 
     def __init__(self, decoder: Decoder, cache: KeyValueCache):
         self.cache = cache
@@ -251,14 +258,14 @@ class CpuDecodeStep:
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, padding: Tensor | None) -> Tensor:
-        """Append tokens (B, 1) int64 to the cache and return float32 logits (B, 1, V)."""
-        position, batch = self.cache.length, len(tokens)
-        assert position < self.cache.max_length, "the cache is full"
+        """Append tokens (B, T) int64 to the cache and return float32 logits (B, T, V)."""
+        position, (batch, count) = self.cache.length, tokens.shape
+        assert position + count <= self.cache.max_length, "the cache is full"
         padding = np.zeros(batch, np.int64) if padding is None else padding.numpy()
-        x = self.embedding[tokens[:, 0]].to(self.dtype).float().numpy()
+        x = self.embedding[tokens.flatten()].to(self.dtype).float().numpy()
         for layer in self.layers:
             run_layer(layer, x, self.cos, self.sin, padding, position, self.is_layer_norm, self.eps)
-        logits = np.zeros((batch, len(self.embedding)), np.float32)
+        logits = np.zeros((batch * count, len(self.embedding)), np.float32)
         add_product(logits, self.head, normalize_rows(x, self.norm, self.is_layer_norm, self.eps))
-        self.cache.length += 1
-        return torch.from_numpy(logits)[:, None]
+        self.cache.length += count
+        return torch.from_numpy(logits).view(batch, count, -1)

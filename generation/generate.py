@@ -65,12 +65,14 @@ def generate(
     eos_ids: Collection[int] = (),
     vocab_size: int | None = None,
     prefix: PrefixCache | None = None,
+    drafts: bool = True,
 ) -> Generator[NewToken]:
     """Continue each prompt (one token or more) until its end; a sequence does not depend on the others in its batch.
 
     Sequence i has its own random generator, seeded by (seed, sample_numbers[i]), by default (seed, 0). Its first token
     is one of `first_tokens[i]`, unless that is None or empty. Only ids below `vocab_size` are sampled: a model may have
-    more than its tokenizer. A prompt without room for one token is a `UserError`. A single prompt may have a `prefix`.
+    more than its tokenizer. A prompt without room for one token is a `UserError`. A single prompt may have a `prefix`,
+    and at temperature 0 `drafts`, which change how long it takes, but no token and no logit.
     """
     config, device, dtype = decoder.config, decoder.embed_tokens.weight.device, decoder.compute_dtype
     context = config.max_position_embeddings
@@ -92,7 +94,8 @@ def generate(
     tokens, padding = left_pad(prompts, device)
     shape = len(prompts), tokens.shape[1] + max(limits)
     with threads_for(decoder, len(prompts)):
-        step = decode_step(decoder, *shape)
+        can_draft = drafts and len(prompts) == 1 and sampling.temperature == 0
+        step = decode_step(decoder, *shape, drafts_from=prompts[0] if can_draft else None)
         cache = step.cache if step else KeyValueCache(config, *shape, device=device, dtype=dtype)
         ids = prompts[0]
         if prefix is not None:

@@ -105,6 +105,8 @@ class Settings:
     """Dtype of weights and activations. auto: bfloat16 on CUDA (float16 where that is faster); bfloat16 for a bfloat16
     checkpoint on a CPU with bfloat16 instructions; else float32. int8, on a CPU: bfloat16, but new tokens are computed
     with 8-bit matrices, which is faster for few texts at once and takes 3 bytes per parameter."""
+    drafts: bool = True
+    """At temperature 0, compute a single text on a CPU faster where it repeats itself. The text is the same."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
     """Fused Triton kernels or plain PyTorch. auto: Triton on an NVIDIA or AMD GPU."""
 

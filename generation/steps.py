@@ -5,6 +5,7 @@ kernels for a GPU `GpuDecodeStep`; for other models and larger batches the decod
 """
 
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 import kernels
 from errors import note
+from generation.drafts import DraftedStep
 from model.cache import KeyValueCache
 from model.config import ModelConfig
 from model.decoder import Decoder
@@ -47,10 +49,13 @@ def decode_step_kind(
     return None
 
 
-def decode_step(decoder: Decoder, batch_size: int, positions: int) -> "CpuDecodeStep | GpuDecodeStep | None":
+def decode_step(
+    decoder: Decoder, batch_size: int, positions: int, drafts_from: Sequence[int] | None = None
+) -> "CpuDecodeStep | DraftedStep | GpuDecodeStep | None":
     """The fastest step, with an empty cache for `positions`, or None where the decoder itself is faster.
 
-    On a GPU the next call may return the same step, so use one at a time.
+    On a GPU the next call may return the same step, so use one at a time. `drafts_from`: the prompt of a single
+    sequence that is decoded greedily, which is faster with drafts.
     """
     kind = decode_step_kind(decoder.config, decoder.embed_tokens.weight.device, decoder.compute_dtype, batch_size)
     if kind is None or decoder.lora is not None:  # an adapter that still trains is not in the weights that a step reads
@@ -59,7 +64,8 @@ def decode_step(decoder: Decoder, batch_size: int, positions: int) -> "CpuDecode
         return gpu_step(decoder, batch_size, positions)
     from generation.cpu_step import CpuDecodeStep  # imports Numba, which a GPU does not need
 
-    return CpuDecodeStep(decoder, KeyValueCache(decoder.config, batch_size, positions))
+    step = CpuDecodeStep(decoder, KeyValueCache(decoder.config, batch_size, positions))
+    return step if drafts_from is None else DraftedStep(step, drafts_from)
 
 
 def quantize_matrices(decoder: Decoder) -> None:

@@ -149,7 +149,7 @@ def test_a_text_is_printed_as_it_is_generated_and_ends_before_a_stop_string_also
 
 def test_what_the_decoding_step_says_comes_before_the_first_character(checkpoint, output, monkeypatch):
     events, decode_step = [], generate.decode_step
-    monkeypatch.setattr(generate, "decode_step", lambda *a: events.append("step") or decode_step(*a))
+    monkeypatch.setattr(generate, "decode_step", lambda *a, **b: events.append("step") or decode_step(*a, **b))
     monkeypatch.setattr(cli, "write", events.append)
     output(checkpoint, ["def"], max_new_tokens=2)
     assert events[0] == "step" and "".join(events[1:]).startswith("def")

@@ -6,6 +6,7 @@ Tolerance: the two add the same float32 numbers in different orders, through thr
 import copy
 import itertools
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,8 @@ import torch
 from errors import note
 from generation import cpu_step
 from generation.cpu_step import CpuDecodeStep
+from generation.generate import PrefixCache, generate
+from generation.settings import Sampling
 from generation.steps import MAX_CPU_SEQUENCES, decode_step, quantize_matrices
 from model.cache import KeyValueCache
 from model.linear import Linear
@@ -134,6 +137,57 @@ def test_sequences_in_a_batch_have_the_logits_that_they_have_alone_whatever_the_
     finally:
         torch.set_num_threads(before)
     assert torch.equal(together, torch.cat(alone))
+
+
+def cast(decoder, dtype):
+    """The decoder as generate.py computes with it in this dtype."""
+    if dtype == "int8":
+        quantize_matrices(decoder)
+    decoder.compute_dtype = torch.float32 if dtype == "float32" else torch.bfloat16
+    return decoder.eval()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
+@torch.inference_mode()
+def test_logits_have_the_same_bits_for_any_number_of_tokens_in_a_call(make_decoder, variant, dtype):
+    decoder = cast(make_decoder(**variant), dtype)
+    tokens = torch.randint(97, (1, 60), generator=torch.Generator().manual_seed(3))
+    steps = [CpuDecodeStep(decoder, KeyValueCache(decoder.config, 1, 60)) for _ in range(2)]
+    single = [steps[0](token, None) for token in tokens.split(1, 1)]
+    several = [steps[1](rows, None) for rows in tokens.split([1, 2, 3, 5, 17, 9, 4, 8, 11], 1)]
+    assert torch.equal(torch.cat(single, 1), torch.cat(several, 1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_conversations_at_temperature_0_are_equal_with_and_without_drafts(make_decoder, monkeypatch, dtype):
+    rng, calls, compute, ends = random.Random(4), ([], []), CpuDecodeStep.__call__, set()
+    for norm, seed in itertools.product(["rms", "layer"], range(20)):
+        context = rng.choice([24, 64, 200])
+        decoder = cast(make_decoder(seed, norm=norm, qk_norm=seed % 2 == 0, max_position_embeddings=context), dtype)
+        phrase = rng.choices(range(97), k=rng.randint(1, 6))
+        turns = ((phrase * 9)[: rng.randint(1, 20)], rng.randint(1, 20)), ([*range(4), *phrase], None)
+        options = dict(
+            sampling=Sampling(temperature=0, repetition_penalty=rng.choice([1.0, 1.2])),
+            max_new_tokens=rng.choice([9, 90]), first_tokens=rng.choice([None, [range(50)]]),
+            eos_ids=rng.sample(range(97), rng.choice([0, 20])),
+        )  # fmt: skip
+        results = [], []
+        for drafts in (False, True):
+            count = lambda *inputs: calls[drafts].append(inputs[1].numel()) or compute(*inputs)  # noqa: B023, E731
+            monkeypatch.setattr(CpuDecodeStep, "__call__", count)
+            prefix, text = PrefixCache(), []
+            for turn, interrupted_after in turns:
+                text = [*text, *turn][: context - 1]
+                tokens = generate(decoder, [text], prefix=prefix, drafts=drafts, **options)
+                for token in itertools.islice(tokens, interrupted_after):
+                    results[drafts].append((token.id, token.end, token.logits.tolist()))
+                    text.append(token.id)
+        assert results[True] == results[False]
+        ends.update(end for _, end, _ in results[True])
+    assert set(calls[False]) == {1} and len(calls[True]) < 0.6 * len(calls[False])
+    assert sum(calls[True]) > len(calls[False])  # some drafted tokens were refused
+    assert ends == {None, "eos", "length", "context"}
 
 
 def test_where_numba_is_missing_the_decoder_gives_the_same_text_and_says_so_once(make_decoder, monkeypatch, capsys):
