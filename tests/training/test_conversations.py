@@ -60,7 +60,7 @@ def test_loss_and_gradients_are_those_of_transformers_for_conversations_alone(fl
     tokenizer.save(tmp_path / "model")
     rows, path = [conversation(number) for number in (1, 2, 3, 4, 5, 8)], tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-    encoded = encode_conversations(resolve(DataSettings(data=(str(path),))), ChatFormat(tokenizer), 129)
+    encoded, _ = encode_conversations(resolve(DataSettings(data=(str(path),))), ChatFormat(tokenizer), 129)
     packed = pack([*encoded.values()], 129, tokenizer.dtype)
     assert packed.shape[1] < len(rows) == len(encoded)
     scaler, micro_batches = torch.amp.GradScaler("cpu", enabled=False), split_batch(batch_of(packed), 1, CPU)
