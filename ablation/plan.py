@@ -113,6 +113,7 @@ class Plan:
         """Every combination of `arms` and `vary`, by name. A baseline is the first arm of its combination."""
         arms = self.arms
         vary = [[(name, value) for value in values] for name, values in self.vary.items()]
+        vary.sort(key=lambda choices: len(choices) == 1)  # a constant is no arm, also where it comes first
         if not arms and vary:
             first, *vary = vary
             arms = {label(name, value): {name: value} for name, value in first}

@@ -94,9 +94,10 @@ def test_the_command_line_makes_plans():
     assert grid.vary == {"norm": ["layer", "rms"], "attention_bias": [True, False]} and grid.seeds == 4
     pair = ablate.parse(["--a", "", "--b", "weight_decay=0.5 qk_norm=true"]).plan
     assert pair.arms == {"default": {}, "weight_decay=0.5 qk_norm=true": {"weight_decay": 0.5, "qk_norm": True}}
-    words = "--vary norm=layer,rms --vary data=my|texts --vary hidden_size=64".split()
+    words = "--vary data=my|texts --vary norm=layer,rms --vary hidden_size=64".split()
     own = ablate.parse([word.replace("|", " ") for word in words]).plan
-    assert [*own.all_arms] == ["layer", "rms"] and own.vary["data"] == [("my texts",)]
+    assert {arm.name: arm.baseline for arm in own.all_arms.values()} == {"layer": None, "rms": "layer"}
+    assert own.vary["data"] == [("my texts",)]
     quick = ablate.parse(["placement", "--quick"]).plan
     assert (quick.seeds, quick.steps, quick.learning_rates) == (3, 300, (5e-4,))
     assert ablate.parse(["--config", "tiny", "--quick", "--vary", "norm=rms,layer"]).plan.learning_rates == (0.0024,)
