@@ -62,9 +62,9 @@ def set_rows(*names: str) -> list[dict]:
 
 
 def length_rows(*names: str) -> list[dict]:
-    """RMSNorm minus LayerNorm by tokens for each parameter, beside how far equal runs of LayerNorm end from each other.
+    """RMSNorm minus LayerNorm by tokens for each parameter, beside how far reruns of LayerNorm end apart.
 
-    A name is a study's, or STUDY:RERUNS where another study has the runs of equal seeds.
+    A name is a study's, or STUDY:RERUNS where another study has the reruns.
     """
     rows = []
     for name in names:
@@ -75,7 +75,7 @@ def length_rows(*names: str) -> list[dict]:
         length = f"[{tokens / num_parameters(settings.model):.1f}](studies/{study.plan.name}/report.md)"
         row = {"tokens for each parameter": length, "rate": f"{rate:g}", "pairs": comparison.effect.n}
         scatter = reruns.spread["root mean square difference"]["layer", rate, 1e-6]
-        row |= {"RMSNorm minus LayerNorm": shown(comparison.effect), "equal runs end apart by": f"{scatter:.4f}"}
+        row |= {"RMSNorm minus LayerNorm": shown(comparison.effect), "reruns differ by": f"{scatter:.4f}"}
         rows.append(row)
     return rows
 
