@@ -23,7 +23,7 @@ CONTRASTS = {  # pairs of arms by their norm, each with and without a bias; the 
 }
 SETS = ("factorial", "budget-1200", "budget-600", "placebo", "scale-4m", "scale-10m", "shakespeare")  # pairs at 5e-4
 DRAWN = ("factorial", "budget-1200", "budget-600", "scale-4m", "scale-10m", "shakespeare", "tuned-2e-3", "recipe")
-DRAWN += ("default-recipe", "bias-rates", "bias-2e-3", "branches", "branches-2e-3")
+DRAWN += ("length-20", "default-recipe", "bias-rates", "bias-2e-3", "branches", "branches-2e-3")
 TICKS = (-0.1, -0.03, -0.01, -0.005, 0, 0.005, 0.01, 0.03, 0.1)
 
 
