@@ -205,7 +205,7 @@ def assignments(text: str) -> dict[str, str]:
             raise UserError(f"{name}={value}: a space separates settings (--vary again for each), a comma values.")
         if name in values:
             raise UserError(f"{name} is given twice; --vary takes all values of a setting at once: {name}=V,V,V.")
-        values[name] = value
+        values[name] = re.sub("""^(['"])(.*)\\1$""", r"\2", value)  # quotes around a path with spaces
     return values
 
 

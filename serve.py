@@ -52,8 +52,8 @@ def main(
     server = Server(directories, host, dtype, device)
     print(f"http://{host}:{listener.getsockname()[1]}/ (Ctrl-C ends it) serves")
     for name, model in server.models.items():
-        dtype = str(model.decoder.compute_dtype).removeprefix("torch.")
-        print(f"  {name}: {describe(directories[name])} on {model.device} in {dtype}", flush=True)
+        computed = str(model.decoder.compute_dtype).removeprefix("torch.")
+        print(f"  {name}: {describe(directories[name])} on {model.device} in {computed}", flush=True)
     gc.freeze()  # else a body of many lists stops all answers for half a second, to look for cycles in all of torch
     signal.signal(signal.SIGINT, stop)
     server.run(sockets=[listener])

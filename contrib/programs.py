@@ -144,7 +144,8 @@ def short(answer: object) -> str:
     text = repr(answer)
     if len(text) <= 24:
         return text
-    return (text[:24].rpartition(",")[0] if isinstance(answer, list) else text[:24]) + " ..."
+    whole = text[:24].rpartition(",")[0] if isinstance(answer, list) else ""
+    return f"{whole or text[:24]} ..."
 
 
 def prenorm(place: str, _: Questions) -> Program:

@@ -58,7 +58,7 @@ def main(
     if is_gguf and not Path(other).is_file():
         raise UserError(f"{other} does not exist; give a GGUF file.")
     if is_gguf and find_spec("llama_cpp") is None:
-        raise UserError("llama.cpp, the program that reads GGUF files, is not installed: pip install llama-cpp-python")
+        raise UserError("llama.cpp, which reads GGUF files, is not installed: pip install llama-cpp-python gguf")
     questions = make_questions(run)
     questions.answers = dict(programs.ask(programs.prenorm(run, questions), questions))
     installed = [program for program in (programs.transformers, programs.llama_cpp) if find_spec(program.__name__)]

@@ -21,7 +21,7 @@ Document = Iterable[str]  # its text in blocks, to be read at most once
 
 
 def read_documents(file: TextFile) -> Iterator[Document]:
-    """The documents of a file in order; none of a file that `why_left_out`."""
+    """The documents of a file in order; none of a text file that is left out, see `why_left_out`."""
     if file.format == "text" and not why_left_out(file):
         yield read_blocks(file.fetch())
     if file.format == "topics":  # the language reference as `help()` shows it
@@ -44,6 +44,8 @@ def why_left_out(file: TextFile) -> str:
             for _ in read_blocks(file.fetch()):  # to its end, as a document that has begun cannot be left out
                 pass
         except UserError as error:
+            if not isinstance(error.__cause__, UnicodeError):
+                raise
             note(f"skipped: {error}")
             return str(error)
     return ""

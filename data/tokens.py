@@ -45,7 +45,7 @@ class Unit:
     path: Path  # file of the ids; the table lies beside it
 
     def is_complete(self) -> bool:
-        return self.path.with_suffix(".docs").is_file() and self.path.is_file()
+        return all(self.path.with_suffix(suffix).is_file() for suffix in (".bin", ".skipped", ".docs"))
 
     def prepare(self, timeout: float) -> None:
         """Make it complete; wait `timeout` seconds (negative: any time) if another process makes it."""

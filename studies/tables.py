@@ -64,7 +64,7 @@ def set_rows(*names: str) -> list[dict]:
 def length_rows(*names: str) -> list[dict]:
     """RMSNorm minus LayerNorm by tokens for each parameter, beside how far reruns of LayerNorm end apart.
 
-    A name is a study's, or STUDY:RERUNS where another study has the reruns.
+    A name is a study's, or STUDY:RERUNS where another study of this length has the reruns.
     """
     rows = []
     for name in names:

@@ -88,7 +88,7 @@ class MachineSettings:
     """Where the run computes, and in which precision."""
 
     device: str = "auto"
-    """auto (CUDA, else MPS, else CPU) or a torch device such as cuda:1. A CPU has OMP_NUM_THREADS threads, if set."""
+    """auto (CUDA, else MPS, else CPU) or a torch device such as cuda:1. OMP_NUM_THREADS sets a CPU's threads."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Dtype of activations; weights stay float32. auto: bfloat16 if it is fast, else float16 on CUDA, else float32."""
     kernels: Literal["auto", "triton", "torch"] = "auto"  # Triton kernels, or PyTorch (on a CPU: with kernels/cpu.py).

@@ -97,7 +97,7 @@ def test_the_command_line_makes_plans():
     words = "--vary data=my|texts --vary norm=layer,rms --vary hidden_size=64".split()
     own = ablate.parse([word.replace("|", " ") for word in words]).plan
     assert {arm.name: arm.baseline for arm in own.all_arms.values()} == {"layer": None, "rms": "layer"}
-    assert own.vary["data"] == [("my texts",)]
+    assert own.vary["data"] == [("my texts",)] and ablate.assignments("data='my texts' norm=rms")["data"] == "my texts"
     quick = ablate.parse(["placement", "--quick"]).plan
     assert (quick.seeds, quick.steps, quick.learning_rates) == (3, 300, (5e-4,))
     assert ablate.parse(["--config", "tiny", "--quick", "--vary", "norm=rms,layer"]).plan.learning_rates == (0.0024,)

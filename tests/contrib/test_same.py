@@ -193,11 +193,11 @@ def test_llama_cpp_alone_is_asked_about_a_gguf_file(good, compare, tmp_path, mon
 
     write_gguf(model, file)
     if not HAS_LLAMA_CPP:
-        with pytest.raises(UserError, match=r"is not installed: pip install llama-cpp-python"):
+        with pytest.raises(UserError, match=r"is not installed: pip install llama-cpp-python gguf"):
             compare(model, other=str(file))
         find_spec = same.find_spec
         monkeypatch.setattr(same, "find_spec", lambda name: name == "llama_cpp" or find_spec(name))
-        monkeypatch.setattr(programs, "llama_cpp", lambda place, _: programs.prenorm(str(model), _))
+        monkeypatch.setattr(programs, "llama_cpp", lambda place, questions: programs.prenorm(str(model), questions))
     status, differences = compare(model, programs="model.gguf in", other=str(file))
     assert status == 0 and [*differences.values()] == [{}]
 
