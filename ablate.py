@@ -53,7 +53,7 @@ class CompareFlags:
     """Values of a setting to compare, the first as baseline; several times: a grid"""
     a: Annotated[str | None, optional('"S=V ..."')] = None
     """Settings of the baseline, such as "norm=layer steps=600"; "" is the config as it is"""
-    b: Annotated[str | None, optional('"S=V ..."')] = None  # Settings of what is compared with it, all: --a adds none
+    b: Annotated[str | None, optional('"S=V ..."')] = None  # All settings of what is compared with it: --a adds none
     quick: bool = False  # Three pairs of 300 steps at one learning rate: only large differences show
     out: Annotated[Path | None, optional("FOLDER")] = None
     """Folder of the results (default: runs/ablation-NAME, or one in that of judge --campaign)"""
@@ -205,7 +205,7 @@ def assignments(text: str) -> dict[str, str]:
             raise UserError(f"{name}={value}: a space separates settings (--vary again for each), a comma values.")
         if name in values:
             raise UserError(f"{name} is given twice; --vary takes all values of a setting at once: {name}=V,V,V.")
-        values[name] = re.sub("""^(['"])(.*)\\1$""", r"\2", value)  # quotes around a path with spaces
+        values[name] = re.sub(r"""^(['"])(.*)\1$""", r"\2", value)  # quotes around a path with spaces
     return values
 
 

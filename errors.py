@@ -103,6 +103,7 @@ def exit_on_user_error() -> Iterator[None]:
     """Run a program in this block. It ends with one line and the status 2 for an error that the user can fix, 130 for
     Ctrl-C, and 141, as by SIGPIPE, when the reader of its output has closed the pipe (`| head`).
     """
+    open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="replace")
     signal.signal(signal.SIGINT, interrupt)
@@ -133,6 +134,13 @@ def exit_on_user_error() -> Iterator[None]:
         if isinstance(error, OSError) and error.filename is not None:
             error = UserError(f"{error.filename}: {error.strerror}.")
         exit_with(f"error: {error}", 2)
+
+
+def open_closed_streams() -> None:
+    """Open what a caller has closed on the null device: the next file to be opened would get its number."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 def exit_with(message: str, status: int) -> NoReturn:

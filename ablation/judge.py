@@ -165,9 +165,9 @@ class Campaign:
 
     def add(self, verdict: Verdict, seeds: list[int], flags: str | None = None) -> None:
         """Append a verdict to the ledger, and write the report."""
-        is_adopted = self.adopt and verdict.verdict == "keep"
         following = self.baseline if self.ledger else verdict.baseline
-        following = verdict.idea if is_adopted else following
+        if self.adopt and verdict.verdict == "keep":
+            following = verdict.idea
         line = LedgerLine(**vars(verdict), seeds=seeds, fdr=self.fdr, next_baseline=following, flags=flags)
         self.ledger.append(line)
         append(self.folder / LEDGER, dataclasses.asdict(line))

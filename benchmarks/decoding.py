@@ -112,7 +112,8 @@ def ours(case: Case, choice: str = "auto") -> timing.Blocks:
 
     def run() -> float:
         kernels.use(choice, torch.device(case.device))
-        options = {"max_new_tokens": case.tokens, "sampling": Sampling(temperature=0)}
+        # Without drafts: texts of random weights repeat themselves, and tokens would be counted that no step computed.
+        options = {"max_new_tokens": case.tokens, "sampling": Sampling(temperature=0), "drafts": False}
         tokens = generate(decoder, prompts, **options)
         seconds = seconds_per_step(lambda put: [put(token) for token in tokens if token.sequence == 0], case.tokens)
         if case.device == "cuda":  # the same step again: where its kernels cannot run, the decoder was timed

@@ -44,8 +44,8 @@ def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Pat
         if not (adapter_directory / ADAPTER_CONFIG).is_file():
             raise UserError(f"{adapter} is no adapter, as it has no {ADAPTER_CONFIG}; give one of --lora or PEFT.")
         base = read_json(adapter_directory / ADAPTER_CONFIG).get("base_model_name_or_path")
-        places = [Path(base), *saves_in(Path(base))] if isinstance(base, str) and Path(base).is_dir() else [directory]
-        if directory.resolve() not in [place.resolve() for place in places]:
+        is_here = isinstance(base, str) and Path(base).is_dir()
+        if is_here and not any(place.samefile(directory) for place in (Path(base), *saves_in(Path(base)))):
             note(f"{adapter} was trained on {base}, not on {directory}: it fits only if their weights are equal")
         return directory, adapter_directory
     if not (directory / ADAPTER_CONFIG).is_file():

@@ -93,7 +93,7 @@ class ChatFormat:
     def __init__(self, tokenizer: Tokenizer, system: str | None = None):
         if tokenizer.chat_template is None:
             problem = f"{tokenizer.folder} has no chat template, so the model only continues text"
-            fix = "put the chat_template.jinja of its Instruct or Chat model into its folder, or use that model"
+            fix = "put the chat_template.jinja of its Instruct model into its folder, or use a model that chats"
             raise UserError(f"{problem}: {fix}.")
         self.tokenizer = tokenizer
         self._template = tokenizer.chat_template

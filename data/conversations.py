@@ -31,7 +31,7 @@ from errors import UserError, counted, note, reading
 from files import digest, replacing
 
 SHOWN_LINES = 20
-VERSION = 6  # version of the files; raised when the same conversations and tokenizer would give other rows
+VERSION = 6  # version of the files; raised when the same conversations and tokenizer would give other rows or remarks
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def prepare_conversations(
     with FileLock(path.with_suffix(".lock")):
         if not path.is_file():
             conversations, remarks = encode_conversations(files, chat, row_length)
-            for remark in remarks:
+            for remark in remarks:  # here too: they say why there may be too few
                 note(remark)
             fields = pack_split(conversations, settings, tokenizer.dtype)
             with replacing(path) as file:

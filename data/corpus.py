@@ -79,7 +79,7 @@ class Corpus:
         if self.bytes_per_token < 1.6:
             fix = "a tokenizer made of this text, with enough pieces, is better"
             return [f"note: tokens are nearly single bytes; {fix}"]
-        bytes_and_characters = sum(len(piece) == 1 or piece.startswith("<") for piece in self.tokenizer.vocabulary)
+        bytes_and_characters = sum(len(piece) == 1 or piece.startswith("<0x") for piece in self.tokenizer.vocabulary)
         smaller = max(300, bytes_and_characters + 100, self.tokenizer.vocab_size // 4)
         if self.has_long_tokens and smaller < self.tokenizer.vocab_size:
             fix = f"give a smaller --vocab-size, such as {smaller}"

@@ -36,6 +36,19 @@ def test_a_closed_pipe_is_the_status_of_sigpipe_also_at_the_end():
     assert program.wait(60) == 141
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such descriptors")
+@pytest.mark.parametrize("closed", [{0}, {1}, {2}, {0, 1, 2}], ids=str)
+def test_standard_streams_may_be_closed_and_files_do_not_get_what_is_printed(tmp_path, closed):
+    code = f"""import sys
+with errors.exit_on_user_error(), open({str(tmp_path / "file")!r}, "w") as file:
+    print("x" + sys.stdin.read())
+    print("y", file=sys.stderr)
+    file.write("kept")
+    assert file.fileno() > 2"""
+    done = python(code, preexec_fn=lambda: [os.close(n) for n in closed], stdin=subprocess.DEVNULL, stderr=None)
+    assert done.returncode == 0 and (tmp_path / "file").read_text() == "kept"
+
+
 @pytest.mark.skipif(os.name == "nt", reason="there, command lines are Unicode")
 def test_a_command_line_that_is_not_utf_8_is_one_line_before_anything_is_made(tmp_path):
     command = [sys.executable, ROOT / "train.py", "--out", tmp_path / "run", "--sample-prompts", b"caf\xe9"]

@@ -50,9 +50,9 @@ def test_on_recorded_differences_verdicts_are_as_often_right_and_wrong_as_the_do
         said, _ = simulated.verdicts(differences, boundary(0.05, LOOKS))
         return (said > 0).mean(), (said < 0).mean()
 
-    assert shares(0) == pytest.approx((0.040, 0.043), abs=0.01)
-    assert shares(0.5) == pytest.approx((0.620, 0.002), abs=0.01)
-    assert shares(1) == pytest.approx((0.994, 0.001), abs=0.005)
+    assert shares(0) == pytest.approx((0.040, 0.043), abs=0.001)
+    assert shares(0.5) == pytest.approx((0.620, 0.002), abs=0.001)
+    assert shares(1) == pytest.approx((0.994, 0.001), abs=0.001)
 
 
 def test_of_20_real_comparisons_of_an_arm_with_itself_one_is_kept_and_one_discarded():

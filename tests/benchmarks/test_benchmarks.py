@@ -20,6 +20,7 @@ from benchmarks import kernels as kernel_benchmarks
 from benchmarks.decoding import Case, bytes_read, llama2c
 from errors import UserError
 from flags import call_with_flags
+from generation.cpu_step import CpuDecodeStep
 from training.settings import Settings
 
 
@@ -123,6 +124,12 @@ def test_llama2c_gets_a_checkpoint_of_the_right_size_and_its_tokens_per_second_a
     program.chmod(0o755)
     tables = 512 * 8  # of cosines and sines, which the program skips
     assert llama2c(Case("260k", 1, 1, "float32", 4, "cpu", program))["step"]() == 1 / (4 * (7 + 260_032 + tables))
+
+
+def test_a_step_is_computed_for_each_token_without_drafts(monkeypatch):
+    calls, compute = [], CpuDecodeStep.__call__
+    monkeypatch.setattr(CpuDecodeStep, "__call__", lambda *inputs: calls.append(1) or compute(*inputs))
+    assert decoding.ours(Case("260k", 1, 1, "float32", 40, "cpu", None))["step"]() > 0 and len(calls) == 40
 
 
 def test_the_limit_of_a_step_counts_weights_keys_and_values_in_their_stored_width():
