@@ -2,54 +2,25 @@
 
 A step of a small model should take as long as reading its weights does. So each matrix is read once, in the form in
 which it is stored: float32, the 16 bits of bfloat16, or 8 bits with a scale for each row; everything else is float32.
-The first call compiles the loops for this processor; later processes find them in a cache beside this file.
 """
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import numba
 import numpy as np
 import torch
-from numba import njit, prange
-from numba.core.caching import FunctionCache
+from numba import prange
 from numba.extending import overload
 from torch import Tensor
 
 from errors import note
+from generation.compiled import compiled
 from model.cache import KeyValueCache
 from model.decoder import Decoder, Layer
 from model.linear import Linear
-
-
-class LoopCache(FunctionCache):
-    """Numba's cache on disk, which raises errors for a damaged file and a full disk: then compile anew."""
-
-    def load_overload(self, *arguments: object) -> object:
-        try:
-            return super().load_overload(*arguments)
-        except Exception:  # whatever Numba raises
-            note(f"the decoding step is compiled anew, as its cache in {self.cache_path} is damaged")
-            with contextlib.suppress(OSError):
-                self.flush()
-
-    def save_overload(self, *arguments: object) -> None:
-        with contextlib.suppress(OSError):
-            super().save_overload(*arguments)
-
-
-def compiled(function: Callable, parallel: bool = False) -> Callable:
-    """The loops of a function in machine code, where sums are added in any order, as vectors; NaN stays NaN."""
-    loops = njit(function, parallel=parallel, error_model="numpy", fastmath={"reassoc", "contract", "nsz", "arcp"})
-    try:
-        loops._cache = LoopCache(function)
-    except RuntimeError:  # neither this folder nor the home directory can be written
-        note(f"the decoding step is compiled in each process: {Path(__file__).parent} cannot be written")
-    return loops
 
 
 class Matrix(NamedTuple):
@@ -97,25 +68,21 @@ def add_product(out, matrix, x):
 
 
 @compiled
-def normalize(x, out, norm, is_layer_norm, eps):
-    """out = LayerNorm or RMSNorm of one row x; norm (2, D): its weight and bias."""
-    mean, square = np.float32(0), np.float32(0)
-    if is_layer_norm:
-        for i in range(len(x)):
-            mean += x[i]
-        mean /= np.float32(len(x))
-    for i in range(len(x)):
-        square += (x[i] - mean) ** 2
-    scale = np.float32(1 / math.sqrt(square / len(x) + eps))
-    for i in range(len(x)):
-        out[i] = (x[i] - mean) * scale * norm[0, i] + norm[1, i]
-
-
-@compiled
-def normalize_rows(x, norm, is_layer_norm, eps):
+def normalize(x, norm, is_layer_norm, eps):
+    """LayerNorm or RMSNorm of each row of x (B, D); norm (2, D): its weight and bias."""
     out = np.empty_like(x)
     for b in range(len(x)):
-        normalize(x[b], out[b], norm, is_layer_norm, eps)
+        row = x[b]
+        mean, square = np.float32(0), np.float32(0)
+        if is_layer_norm:
+            for i in range(len(row)):
+                mean += row[i]
+            mean /= np.float32(len(row))
+        for i in range(len(row)):
+            square += (row[i] - mean) ** 2
+        scale = np.float32(1 / math.sqrt(square / len(row) + eps))
+        for i in range(len(row)):
+            out[b, i] = (row[i] - mean) * scale * norm[0, i] + norm[1, i]
     return out
 
 
@@ -169,14 +136,14 @@ def run_layer(layer, x, cos, sin, padding, position, is_layer_norm, eps):
     batch, kv_heads, _, width = layer.keys.shape
     rows, count = len(x), len(x) // batch
     qkv = np.zeros((rows, len(layer.qkv.bias)), np.float32)
-    add_product(qkv, layer.qkv, normalize_rows(x, layer.attention_norm, is_layer_norm, eps))
+    add_product(qkv, layer.qkv, normalize(x, layer.attention_norm, is_layer_norm, eps))
     heads = qkv.shape[1] // width - 2 * kv_heads
     for row in range(rows):
         b, place = row // count, position + row % count
         for h in range(heads + kv_heads):
             head = qkv[row, h * width : (h + 1) * width]
             if len(layer.head_norms):
-                normalize(head, head, layer.head_norms[0 if h < heads else 1], False, eps)
+                head[:] = normalize(head.reshape(1, -1), layer.head_norms[0 if h < heads else 1], False, eps)[0]
             rotate(head, cos[place - padding[b]], sin[place - padding[b]])
         for h in range(kv_heads):
             for i in range(width):
@@ -184,7 +151,7 @@ def run_layer(layer, x, cos, sin, padding, position, is_layer_norm, eps):
                 layer.values[b, h, place, i] = qkv[row, (heads + kv_heads + h) * width + i]
     add_product(x, layer.o, attend(qkv, layer.keys, layer.values, padding, position))
     gate_up = np.zeros((rows, len(layer.gate_up.bias)), np.float32)
-    add_product(gate_up, layer.gate_up, normalize_rows(x, layer.mlp_norm, is_layer_norm, eps))
+    add_product(gate_up, layer.gate_up, normalize(x, layer.mlp_norm, is_layer_norm, eps))
     hidden = np.empty((rows, gate_up.shape[1] // 2), np.float32)
     for row in range(rows):
         for i in range(hidden.shape[1]):
@@ -266,6 +233,6 @@ class CpuDecodeStep:
         for layer in self.layers:
             run_layer(layer, x, self.cos, self.sin, padding, position, self.is_layer_norm, self.eps)
         logits = np.zeros((batch * count, len(self.embedding)), np.float32)
-        add_product(logits, self.head, normalize_rows(x, self.norm, self.is_layer_norm, self.eps))
+        add_product(logits, self.head, normalize(x, self.norm, self.is_layer_norm, self.eps))
         self.cache.length += count
         return torch.from_numpy(logits).view(batch, count, -1)

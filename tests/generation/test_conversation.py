@@ -100,7 +100,7 @@ def test_an_interrupted_answer_stays_with_the_text_that_it_has_and_its_cache_is_
     talk.ask("def add")
     places = {
         "prefill": (talk.decoder.layers[1], "forward", 0),
-        "step": (cpu_step, "normalize_rows", 5),  # called between the last layer and the head
+        "step": (cpu_step, "normalize", 5),  # called between the last layer and the head
         "write": (conversation, "write", 4),
     }
     owner, name, calls = places[stage]

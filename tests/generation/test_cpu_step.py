@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from errors import note
-from generation import cpu_step
+from generation.compiled import compiled
 from generation.cpu_step import CpuDecodeStep
 from generation.generate import PrefixCache, generate
 from generation.settings import Sampling
@@ -218,13 +218,13 @@ def test_where_the_disk_is_full_or_a_file_of_the_cache_is_cut_short_it_is_made_a
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda *paths: os.stat("/dev/null/full"))
-        assert cpu_step.compiled(add_one)(1) == 2
-    assert cpu_step.compiled(add_one)(1) == 2
+        assert compiled(add_one)(1) == 2
+    assert compiled(add_one)(1) == 2
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     for path, size in itertools.product(files, (0, 30)):
         content = path.read_bytes()
         path.write_bytes(content[:size])
-        assert cpu_step.compiled(add_one)(1) == 2 and len(path.read_bytes()) == len(content)
+        assert compiled(add_one)(1) == 2 and len(path.read_bytes()) == len(content)
     assert len(files) == 2
 
 
