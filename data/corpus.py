@@ -138,6 +138,13 @@ def first_words(text: str) -> str:
     return words if len(words) <= 24 else words[:24].rpartition(" ")[0] or words[:24]
 
 
+def count_last_tokens(stream: TokenStream, size: int, tokenizer: Tokenizer) -> int:
+    """The tokens at the end of a stream that have at most so many bytes: the same text with any tokenizer."""
+    ids, positions = np.unique(stream[-size:], return_inverse=True)
+    sizes = np.array([len(tokenizer.token_bytes(i)) for i in ids.tolist()])[positions]
+    return int(np.searchsorted(sizes[::-1].cumsum(), size, "right"))
+
+
 def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokenizer) -> Corpus:
     """The documents of all files for training and for validation or, where none is held out, the end of the text."""
     units = prepare_units(files, tokenizer, Path(settings.cache, "units"))
@@ -153,8 +160,8 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
         validation_bytes = int(held_out.sum())
     else:
         source = "the end of the text"
-        fraction = min(settings.validation_fraction, MAX_VALIDATION / int(documents["bytes"].sum()))
-        end = len(train) - max(2, round(fraction * len(train)))
+        size = min(settings.validation_fraction * int(documents["bytes"].sum()), MAX_VALIDATION)
+        end = len(train) - max(2, count_last_tokens(train, round(size), tokenizer))
         validation = train[end:]
         validation_bytes = len(tokenizer.decode(validation).encode("utf-8"))
         train = TokenStream(units, to_train_on, end)

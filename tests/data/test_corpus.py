@@ -219,7 +219,7 @@ def test_more_text_takes_no_more_memory(tmp_path, tokenizer_file):
     assert min(much) < little + 9, f"{little}, {much} MB: 14 MB more text, held anywhere, would always be 14 MB or more"
 
 
-def test_a_text_of_one_document_is_validated_on_its_end(tmp_path):
+def test_a_text_of_one_document_is_validated_on_its_end_whatever_the_tokenizer(tmp_path, qwen_folder, shared):
     text = "".join(f"line {n} of {n * n}\n" for n in range(2000))
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "one.txt").write_text(text, encoding="utf-8", newline="")
@@ -227,8 +227,11 @@ def test_a_text_of_one_document_is_validated_on_its_end(tmp_path):
     assert "the end of the text" in corpus.description
     train, validation = corpus.train[:].tolist(), corpus.validation.tolist()
     assert train + validation == [corpus.tokenizer.bos_id, *corpus.tokenizer.encode(text), corpus.tokenizer.eos_id]
-    assert len(validation) == pytest.approx(0.05 * len(train + validation), abs=1)
     assert corpus.validation_bytes == len(corpus.tokenizer.decode(validation).encode())
+    sizes = [corpus.validation_bytes]
+    for tokenizer, vocab_size in ((None, 300), (qwen_folder, 151_665), (shared / "stories260K" / "tok512.model", 512)):
+        sizes.append(prepared(tmp_path, tokenizer, vocab_size, validation_fraction=0.05).validation_bytes)
+    assert len({*sizes}) > 1 and 0.05 * len(text) - 20 < min(sizes) < max(sizes) <= 0.05 * len(text)
 
 
 def test_a_text_too_small_for_the_vocabulary_gets_a_smaller_one_and_one_without_text_is_refused(tmp_path):
