@@ -43,13 +43,15 @@ def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.d
     decay = settings.weight_decay
     vocabulary_decay = decay if settings.embedding_weight_decay is None else settings.embedding_weight_decay
     groups = defaultdict(list)  # parameters by weight decay and learning rate multiplier
-    rows = {}  # of the matrices in each parameter of Muon
+    rows = defaultdict(list)  # of the matrices in each parameter of Muon
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         if settings.optimizer == "muon" and parameter.ndim == 2 and name.startswith("layers."):
             module = name.split(".")[-2]
-            rows[parameter] = [*model.config.packed_matrices.get(module, {module: len(parameter)}).values()]
+            for part, count in model.config.packed_matrices.get(module, {module: len(parameter)}).items():
+                size = model.config.resolved_head_dim if part in ("q_proj", "k_proj") else count
+                rows[parameter] += [size] * (count // size)
         elif name.startswith(("embed_tokens.", "lm_head.")):
             groups[vocabulary_decay, settings.embedding_lr_multiplier].append(parameter)
         elif parameter.ndim < 2:
@@ -93,7 +95,7 @@ class Muon(torch.optim.Optimizer):
     2502.16982, equation 4), so that learning rate and weight decay mean what they mean for AdamW. Rows of the update
     are divided by the root mean square that they usually have (NorMuon: Li et al. 2025, arXiv 2510.05491), and a weight
     decays only where the update makes it smaller, too (Chen et al. 2025, arXiv 2510.12402).
-    rows: of the matrices that each parameter packs, which are orthogonalized by themselves, in `dtype`.
+    rows: of the matrices in each parameter, each head of q and k being one, orthogonalized alone in `dtype`.
     """
 
     def __init__(self, group: dict, rows: dict[nn.Parameter, list[int]], adamw: torch.optim.AdamW, dtype: torch.dtype):

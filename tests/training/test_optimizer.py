@@ -136,12 +136,17 @@ def test_steps_equal_the_definition_in_float64_and_those_of_all_other_parameters
         set_gradients(other, step)
         for name, gradient in unpacked(model, lambda parameter: parameter.grad.double()).items():
             momenta[name] = 0.95 * momenta[name] + 0.05 * gradient
-            update = polynomial_of_singular_values(0.05 * gradient + 0.95 * momenta[name])
-            squares[name] = 0.95 * squares[name] + 0.05 * update.square().mean(1, keepdim=True)
-            rows = update / squares[name].sqrt()
-            update = rows * update.norm() / rows.norm()
+            heads = len(gradient) // model.config.resolved_head_dim if name.endswith(("q_proj.weight", "k_proj.weight")) else 1
+            updates = []
+            for momentum in (0.05 * gradient + 0.95 * momenta[name]).chunk(heads):
+                updates.append(polynomial_of_singular_values(momentum))
+            squares[name] = 0.95 * squares[name] + 0.05 * torch.cat(updates).square().mean(1, keepdim=True)
+            for i, (update, square) in enumerate(zip(updates, squares[name].chunk(heads), strict=True)):
+                rows = update / square.sqrt()
+                updates[i] = 0.2 * math.sqrt(max(rows.shape)) * rows * update.norm() / rows.norm()
+            update = torch.cat(updates)
             decay = torch.where(update.sign() == weights[name].sign(), 1 - lr * 0.3, 1.0)
-            weights[name] = decay * weights[name] - lr * 0.2 * math.sqrt(max(update.shape)) * update
+            weights[name] = decay * weights[name] - lr * update
         optimizer.step()
         adamw.step()
         for name, matrix in unpacked(model, torch.Tensor.detach).items():
