@@ -136,7 +136,8 @@ def test_steps_equal_the_definition_in_float64_and_those_of_all_other_parameters
         set_gradients(other, step)
         for name, gradient in unpacked(model, lambda parameter: parameter.grad.double()).items():
             momenta[name] = 0.95 * momenta[name] + 0.05 * gradient
-            heads = len(gradient) // model.config.resolved_head_dim if name.endswith(("q_proj.weight", "k_proj.weight")) else 1
+            has_heads = name.endswith(("q_proj.weight", "k_proj.weight"))
+            heads = len(gradient) // model.config.resolved_head_dim if has_heads else 1
             updates = []
             for momentum in (0.05 * gradient + 0.95 * momenta[name]).chunk(heads):
                 updates.append(polynomial_of_singular_values(momentum))
