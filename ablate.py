@@ -4,10 +4,11 @@ import signal
 import sys
 
 if __name__ == "__main__":  # Ctrl-C and a missing package are one line in the slow imports below, too
-    from errors import exit_on_user_error
+    from errors import exit_on_user_error, interrupt_once
 
     with exit_on_user_error():
-        signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGINT))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, interrupt_once)
         from ablate import main
 
         sys.exit(main())
@@ -58,7 +59,8 @@ class CompareFlags:
     out: Annotated[Path | None, optional("FOLDER")] = None
     """Folder of the results (default: runs/ablation-NAME, or one in that of judge --campaign)"""
     device: str = "auto"  # auto (all GPUs, else MPS, else the cores of the CPU) or a torch device
-    jobs: Annotated[int | None, optional("INT")] = None  # Runs at once; by default one for each GPU, or core of a CPU
+    jobs: Annotated[int | None, optional("INT")] = None
+    """Runs at once, which share all cores; by default one for each GPU or core"""
     ray: Annotated[str | None, optional("ADDRESS")] = None  # Use a Ray cluster: auto, or the address of its head
     dry_run: bool = False  # Only print the plan, and what a run needs
     plan: Annotated[Plan, tyro.conf.arg(name="plan")] = field(default_factory=Plan)
@@ -265,5 +267,4 @@ def main() -> int:
     try:
         return judge_idea(command) if isinstance(command, JudgeFlags) else compare(command, command.folder)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the process has ended
         exit_with(f"stopped; the same command resumes it: python {shlex.join(sys.argv)}", 130)

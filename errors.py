@@ -172,6 +172,13 @@ def interrupt(_: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
+def interrupt_once(number: int, frame: FrameType | None) -> None:
+    """`interrupt`, for a program that ends then: later signals to stop would break off how it ends."""
+    for stop in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(stop, lambda *_: None)  # with SIG_IGN, Python complains of one that has arrived already
+    interrupt(number, frame)
+
+
 def let_main_process_print_first(status: int) -> None:
     """Wait in the other processes before they end with an error: when one has ended, all are stopped."""
     if status and not is_main_process():

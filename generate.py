@@ -10,6 +10,7 @@ def main() -> None:
     """Parse the command line, open the tokenizer, read the prompts; then import torch, which is slow, and generate."""
     # Imported here, so that Ctrl-C at any time ends in one line.
     from checkpoints.find import find_adapter, find_checkpoint, newest_run, tokenizer_directory
+    from data.chat import ChatFormat
     from data.tokenizer import load_tokenizer
     from flags import parse_flags
     from generation.settings import Settings, read_prompts, recommended_sampling
@@ -37,9 +38,8 @@ def main() -> None:
         source = "the model's generation_config.json"
     sys.stdout.reconfigure(newline="\n")  # the same bytes on Windows
     tokenizer = load_tokenizer(tokenizer_directory(*find_adapter(checkpoint, settings.adapter)))
-    if settings.chat and tokenizer.chat_template is None:
-        teach = f"python train.py --init-from {shlex.quote(str(checkpoint))} --data python-chat --learning-rate 1e-3"
-        raise UserError(f"{checkpoint} has no chat template, so it only continues text; teach it to talk: {teach}")
+    if settings.chat:
+        ChatFormat(tokenizer)  # an error before the weights are read
     if tokenizer.chat_template is not None and not settings.chat:
         log("this model has a chat template: with --chat it answers, without it continues a text")
     prompts = read_prompts(settings)

@@ -223,7 +223,10 @@ def estimate_runs(experiment: Experiment, torch_device: str, level: float | None
         lines_of_first = lines_of_first or lines
     duration = format_time(seconds / len(experiment.workers))
     print(f"all runs that can start: {runs.total()}, {len(experiment.workers)} at once, about {duration} of training,")
-    more = "" if experiment.study.pairs else f"; then the final pairs, within {experiment.plan.hours:g} hours in all"
+    hours = experiment.plan.hours
+    more = "" if experiment.study.pairs else f"; then the final pairs, within {hours:g} hours in all"
+    if seconds / len(experiment.workers) > 3600 * hours:
+        more = f"; it ends before, after {hours:g} hours (--hours)"
     print(f"  and start-up and evaluations, which short runs spend most of their time in{more}")
 
 

@@ -236,7 +236,8 @@ def judge_pairs(path: Path, campaign: Campaign | None) -> None:
     """Print verdicts on a table of losses as JSON: one test of all pairs of an idea; without those in the ledger."""
     ideas = read_pairs(path)
     if len(ideas) > 1 and not campaign:
-        print("note: --campaign FOLDER limits how many of several ideas are kept wrongly", file=sys.stderr)
+        text = "note: --campaign FOLDER limits how many of several ideas, each with its own seeds, are kept wrongly"
+        print(text, file=sys.stderr)
     judged_seeds = set()
     if campaign:
         idea_by_seed = {seed: line.idea for line in campaign.ledger for seed in line.seeds}

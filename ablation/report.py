@@ -240,7 +240,7 @@ def arm_row(study: Study, name: str) -> dict:
     return {
         "arm": name,
         "learning rate": f"{study.chosen_learning_rates.get(name, math.nan):g}",
-        "completed": f"{(rows.status == 'completed').sum()} of {len(rows)}",
+        "completed": f"{(rows.status == 'completed').sum()} of {len(rows)}" if len(rows) else "not finished",
         study.unit: loss,
         "bits per byte": rows.bits_per_byte.mean(skipna=False),
         "parameters": num_parameters(config),

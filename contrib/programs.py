@@ -97,17 +97,20 @@ def compare(open_program: Callable, place: str, questions: Questions) -> tuple[s
     return name, cells
 
 
-def compare_elsewhere(python: str, place: str, questions: Questions) -> tuple[str, dict[str, str]]:
-    """Compare with transformers in another Python."""
+def compare_elsewhere(
+    place: str, questions: Questions, python: str = sys.executable, program: str = "transformers"
+) -> tuple[str, dict[str, str]]:
+    """`compare` in another process, because of its packages or, with llama.cpp, because C++ code may kill it."""
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    asked = {"place": place, "questions": vars(questions) | {"answers": questions.answers | {"logits": None}}}
+    fields = vars(questions) | {"answers": questions.answers | {"logits": None}}
+    asked = {"program": program, "place": place, "questions": fields}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "questions.safetensors")
         save_file({"logits": questions.answers["logits"].contiguous()}, path, {"asked": json.dumps(asked)})
         done = subprocess.run([python, "-m", "contrib.programs", path], capture_output=True, env=environment)
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
-        return python, {"opens": f"crashed: {lines[-1]}"}
+        return f"{program} ({python})", {"opens": f"crashed: {lines[-1]}"}
     name, cells = json.loads(done.stdout.splitlines()[-1])
     return f"{name} ({python})", cells
 
@@ -249,4 +252,5 @@ if __name__ == "__main__":
         asked = json.loads(file.metadata()["asked"])
         questions = Questions(**asked["questions"])
         questions.answers["logits"] = file.get_tensor("logits")
-    print(json.dumps(compare(transformers, asked["place"], questions)))
+    program = {"transformers": transformers, "llama_cpp": llama_cpp}[asked["program"]]
+    print(json.dumps(compare(program, asked["place"], questions)))

@@ -61,13 +61,14 @@ def main(
         raise UserError("llama.cpp, which reads GGUF files, is not installed: pip install llama-cpp-python gguf")
     questions = make_questions(run)
     questions.answers = dict(programs.ask(programs.prenorm(run, questions), questions))
-    installed = [program for program in (programs.transformers, programs.llama_cpp) if find_spec(program.__name__)]
-    comparisons = [partial(programs.compare, program) for program in installed]
-    comparisons += [partial(programs.compare_elsewhere, executable) for executable in python]
+    ask_llama_cpp = partial(programs.compare_elsewhere, program="llama_cpp")
+    comparisons = [partial(programs.compare, programs.transformers)] if find_spec("transformers") else []
+    comparisons += [ask_llama_cpp] if find_spec("llama_cpp") else []
+    comparisons += [partial(programs.compare_elsewhere, python=executable) for executable in python]
     table = dict(compare(run, questions) for compare in comparisons)
     if other is not None:
         if is_gguf:
-            comparisons = [partial(programs.compare, programs.llama_cpp)]
+            comparisons = [ask_llama_cpp]
         else:
             comparisons.insert(0, partial(programs.compare, programs.prenorm))
         for compare in comparisons:

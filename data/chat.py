@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
@@ -92,9 +93,11 @@ class ChatFormat:
 
     def __init__(self, tokenizer: Tokenizer, system: str | None = None):
         if tokenizer.chat_template is None:
-            problem = f"{tokenizer.folder} has no chat template, so the model only continues text"
             fix = "put the chat_template.jinja of its Instruct model into its folder, or use a model that chats"
-            raise UserError(f"{problem}: {fix}.")
+            if {token.content for token in tokenizer.added_tokens.values()} >= {*TURNS}:
+                command = f"python train.py --init-from {shlex.quote(str(tokenizer.folder))} --data python-chat"
+                fix = f"teach it to talk: {command} --learning-rate 1e-3"
+            raise UserError(f"{tokenizer.folder} has no chat template, so it only continues text; {fix}")
         self.tokenizer = tokenizer
         self._template = tokenizer.chat_template
         tokens = tokenizer.added_tokens.values()

@@ -19,7 +19,7 @@ from data.split import DUPLICATE, MAX_VALIDATION, TRAIN, VALIDATION, split_docum
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from data.tokens import TokenStream, prepare_units
 from data.train_tokenizer import trained_tokenizer
-from errors import UserError, counted
+from errors import UserError, counted, note
 
 
 @dataclass(frozen=True)
@@ -153,14 +153,17 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
     documents = table[kinds != DUPLICATE]
     to_train_on = (kinds == TRAIN).tolist()
     train = TokenStream(units, to_train_on)
+    size = min(settings.validation_fraction * int(documents["bytes"].sum()), MAX_VALIDATION)
     if VALIDATION in kinds:
         held_out = table["bytes"][kinds == VALIDATION]
         source = counted(len(held_out), "document")
         validation = TokenStream(units, (kinds == VALIDATION).tolist())[:]
         validation_bytes = int(held_out.sum())
+        if validation_bytes < size / 5:
+            text = f"only short documents are held out, {validation_bytes:,} bytes, so the validation loss says little"
+            note(f"{text}; --validation-salt 1 holds out others")
     else:
         source = "the end of the text"
-        size = min(settings.validation_fraction * int(documents["bytes"].sum()), MAX_VALIDATION)
         end = len(train) - max(2, count_last_tokens(train, round(size), tokenizer))
         validation = train[end:]
         validation_bytes = len(tokenizer.decode(validation).encode("utf-8"))

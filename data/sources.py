@@ -98,7 +98,8 @@ def note_left_out(name: str, paths: Iterable[str]) -> None:
         left_out += Counter("folder" for path in paths if os.path.isdir(path))
     if left_out:
         counts = ", ".join(f"{count} {suffix}" for suffix, count in left_out.most_common(8))
-        note(f"left out of {name}: {counts}; export what should be read as .txt, and name folders in --data")
+        folders = ", and name folders in --data" if "folder" in left_out else ""
+        note(f"left out of {name}: {counts}; export what should be read as .txt{folders}")
 
 
 def find_format(path: str | Path) -> str | None:

@@ -128,5 +128,7 @@ def draw(studies: Sequence[Study]) -> Figure:
 
 
 if __name__ == "__main__":
-    with replacing(STUDIES.parent / "docs" / "effects.png") as file:
+    path = STUDIES.parent / "docs" / "effects.png"
+    with replacing(path) as file:
         draw([*map(load_study, DRAWN)]).savefig(file)
+    print(f"written: {path}")

@@ -111,7 +111,7 @@ def test_errors_are_found_before_torch_is_imported(folder, tmp_path):
     (text / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     code = "import atexit, sys, generate; atexit.register(lambda: print('torch' in sys.modules)); generate.main()"
     for flags, content, words in (
-        ([text, "--chat"], "", "has no chat template, so it only continues text; teach it to talk: python"),
+        ([text, "--chat"], "", "has no chat template, so it only continues text; put the chat_template.jinja"),
         ([text, "--jsonl"], "5", "line 1 of standard input cannot be read"),
     ):
         command = [sys.executable, "-c", code, *flags]

@@ -25,13 +25,14 @@ def test_flags_plans_and_studies_import_no_torch():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_sigterm_end_it_in_one_line_and_the_same_command_resumes(config, tmp_path, stop):
+@pytest.mark.parametrize("stops", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGINT, signal.SIGTERM, signal.SIGINT]])
+def test_ctrl_c_and_sigterm_end_it_in_one_line_and_the_same_command_resumes(config, tmp_path, stops):
     arguments = ["--config", str(config), "--vary", "norm=layer,rms", "--seeds", "2", "--out", str(tmp_path)]
     first = start(*arguments)
     while len(read_rows(tmp_path)) < 1 and first.poll() is None:
         time.sleep(0.05)
-    first.send_signal(stop)
+    for stop in stops:
+        first.send_signal(stop)
     _, errors = first.communicate(timeout=500)
     assert first.returncode == 130 and "Traceback" not in errors and "Warning" not in errors
     assert errors.splitlines()[-1].startswith("stopped; the same command resumes it")

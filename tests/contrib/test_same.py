@@ -165,6 +165,16 @@ def test_a_crash_of_another_program_is_told_from_a_refusal_and_one_of_this_progr
         compare(model)
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
+def test_a_program_that_is_killed_has_crashed(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nkill -SEGV $$\n")
+    python.chmod(0o755)
+    questions = programs.Questions([], [], [], [0], [0], [1.0], {"logits": torch.ones(1, 2)})
+    _, cells = programs.compare_elsewhere("model", questions, str(python), "llama_cpp")
+    assert cells == {"opens": "crashed: exit status -11"}
+
+
 def test_logits_that_are_not_finite_or_too_many_are_differences(good, compare, tmp_path):
     model, other = good(), good("other", vocab_size=301)
     assert compare(model, other=str(other))[1]["other in prenorm"]["logits"] == "ours 300 logits, theirs 301"
@@ -197,7 +207,8 @@ def test_llama_cpp_alone_is_asked_about_a_gguf_file(good, compare, tmp_path, mon
             compare(model, other=str(file))
         find_spec = same.find_spec
         monkeypatch.setattr(same, "find_spec", lambda name: name == "llama_cpp" or find_spec(name))
-        monkeypatch.setattr(programs, "llama_cpp", lambda place, questions: programs.prenorm(str(model), questions))
+        ours = lambda place, questions, program: programs.compare(programs.prenorm, str(model), questions)  # noqa: E731
+        monkeypatch.setattr(programs, "compare_elsewhere", ours)
     status, differences = compare(model, programs="model.gguf in", other=str(file))
     assert status == 0 and [*differences.values()] == [{}]
 

@@ -234,6 +234,17 @@ def test_a_text_of_one_document_is_validated_on_its_end_whatever_the_tokenizer(t
     assert len({*sizes}) > 1 and 0.05 * len(text) - 20 < min(sizes) < max(sizes) <= 0.05 * len(text)
 
 
+def test_where_only_short_documents_are_held_out_a_note_says_so(tmp_path, capsys):
+    (tmp_path / "text").mkdir()
+    for n in range(3):  # each is more than twice the share of validation
+        text = " ".join(str(n * number * number) for number in range(7000))
+        (tmp_path / "text" / f"{n}.txt").write_text(text, encoding="utf-8")
+    rows = "".join(f'{{"text": "row {n}"}}\n' for n in range(300))
+    (tmp_path / "text" / "rows.jsonl").write_text(rows, encoding="utf-8")
+    corpus = prepared(tmp_path, validation_fraction=0.05)
+    assert f"only short documents are held out, {corpus.validation_bytes} bytes" in capsys.readouterr().err
+
+
 def test_a_text_too_small_for_the_vocabulary_gets_a_smaller_one_and_one_without_text_is_refused(tmp_path):
     (tmp_path / "two.txt").write_text("too little to learn four thousand pieces from\n" * 9, encoding="utf-8")
     corpus = prepare(DataSettings(data=(str(tmp_path / "two.txt"),), cache=str(tmp_path)))
