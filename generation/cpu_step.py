@@ -143,7 +143,9 @@ def run_layer(layer, x, cos, sin, padding, position, is_layer_norm, eps):
         for h in range(heads + kv_heads):
             head = qkv[row, h * width : (h + 1) * width]
             if len(layer.head_norms):
-                head[:] = normalize(head.reshape(1, -1), layer.head_norms[0 if h < heads else 1], False, eps)[0]
+                normed = normalize(head.reshape(1, width), layer.head_norms[0 if h < heads else 1], False, eps)
+                for i in range(width):
+                    head[i] = normed[0, i]
             rotate(head, cos[place - padding[b]], sin[place - padding[b]])
         for h in range(kv_heads):
             for i in range(width):
