@@ -124,7 +124,7 @@ def exit_on_user_error() -> Iterator[None]:
     except BrokenPipeError:
         exit_with("", 141)
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # until the process has ended
+        signal.signal(signal.SIGINT, lambda *_: None)  # until the process has ended
         exit_with("stopped.", 130)
     except ModuleNotFoundError as error:
         exit_with(f"error: this needs the package {error.name}: pip install {error.name}", 2)
@@ -141,6 +141,7 @@ def open_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+            os.set_inheritable(getattr(sys, name).fileno(), True)  # as standard streams are
 
 
 def exit_with(message: str, status: int) -> NoReturn:

@@ -226,7 +226,7 @@ def estimate_runs(experiment: Experiment, torch_device: str, level: float | None
     hours = experiment.plan.hours
     more = "" if experiment.study.pairs else f"; then the final pairs, within {hours:g} hours in all"
     if seconds / len(experiment.workers) > 3600 * hours:
-        more = f"; it ends before, after {hours:g} hours (--hours)"
+        more = f"; but it ends after {hours:g} hours (--hours), before all have run"
     print(f"  and start-up and evaluations, which short runs spend most of their time in{more}")
 
 

@@ -101,7 +101,8 @@ def compare_elsewhere(
     place: str, questions: Questions, python: str = sys.executable, program: str = "transformers"
 ) -> tuple[str, dict[str, str]]:
     """`compare` in another process, because of its packages or, with llama.cpp, because C++ code may kill it."""
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    paths = [str(Path(__file__).parents[1])] + ([os.environ.get("PYTHONPATH", "")] if python == sys.executable else [])
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     fields = vars(questions) | {"answers": questions.answers | {"logits": None}}
     asked = {"program": program, "place": place, "questions": fields}
     with tempfile.TemporaryDirectory() as folder:

@@ -119,7 +119,7 @@ def prepare_conversations(
     with FileLock(path.with_suffix(".lock")):
         if not path.is_file():
             conversations, remarks = encode_conversations(files, chat, row_length)
-            for remark in remarks:  # here too: they say why there may be too few
+            for remark in remarks:  # before packing, which may fail: they say why
                 note(remark)
             fields = pack_split(conversations, settings, tokenizer.dtype)
             with replacing(path) as file:

@@ -95,7 +95,7 @@ class Muon(torch.optim.Optimizer):
     2502.16982, equation 4), so that learning rate and weight decay mean what they mean for AdamW. Rows of the update
     are divided by the root mean square that they usually have (NorMuon: Li et al. 2025, arXiv 2510.05491), and a weight
     decays only where the update makes it smaller, too (Chen et al. 2025, arXiv 2510.12402).
-    rows: of the matrices in each parameter, each head of q and k being one, orthogonalized alone in `dtype`.
+    rows: how many each matrix in a parameter has. Each is orthogonalized alone, in `dtype`; a head of q or k is one.
     """
 
     def __init__(self, group: dict, rows: dict[nn.Parameter, list[int]], adamw: torch.optim.AdamW, dtype: torch.dtype):
