@@ -59,7 +59,9 @@ def train_in_own_folder(command: Command) -> int:
 
 def make_run_dir(settings: Settings, config: str) -> Path:
     """The folder of a new run, runs/CONFIG-NORM or runs/TEXT-NORM with a number, made here so that no other gets it."""
-    text = re.sub(r"\W+", "-", Path(settings.data.data[0]).stem)[:64].strip("-")  # name of a file, folder or data set
+    path = Path(settings.data.data[0])  # a file, folder or data set; of papers/*.txt the folder
+    names = [re.sub(r"\W+", "-", name)[:64].strip("-") for name in (path.stem, path.parent.name)]
+    text = names[0] or names[1]
     name = f"{Path(config).stem if text in ('', 'python') else text}-{settings.model.norm}"
     for count in itertools.count(1):
         run_dir = Path("runs", name if count == 1 else f"{name}-{count}")

@@ -103,8 +103,9 @@ def test_two_runs_that_start_at_the_same_time_get_different_folders(settings, tm
     monkeypatch.chdir(tmp_path)
     folders = {commands.make_run_dir(settings, "tiny") for _ in range(3)}
     assert {path.name for path in folders} == {"text0-rms", "text0-rms-2", "text0-rms-3"}
-    python = dataclasses.replace(settings, data=dataclasses.replace(settings.data, data=("python",)))
-    assert commands.make_run_dir(python, "tiny").name == "tiny-rms"
+    for text, name in (("python", "tiny-rms"), ("my 文本/*.txt", "my-文本-rms"), ("*.txt", "tiny-rms-2")):
+        other = dataclasses.replace(settings, data=dataclasses.replace(settings.data, data=(text,)))
+        assert commands.make_run_dir(other, "tiny").name == name
 
 
 def test_two_processes_never_share_a_run_folder(flags, run, tmp_path):
