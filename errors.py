@@ -127,7 +127,7 @@ def exit_on_user_error() -> Iterator[None]:
         signal.signal(signal.SIGINT, lambda *_: None)  # until the process has ended
         exit_with("stopped.", 130)
     except ModuleNotFoundError as error:
-        fix = f"pip install {error.name} (requirements-dev.txt lists all that is optional)"
+        fix = f"pip install {error.name} (more that is optional: requirements-dev.txt)"
         exit_with(f"error: this needs the package {error.name}: {fix}", 2)
     except (UserError, OSError) as error:
         if show_traceback:

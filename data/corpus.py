@@ -140,7 +140,7 @@ def first_words(text: str) -> str:
 
 def count_last_tokens(stream: TokenStream, size: int, tokenizer: Tokenizer) -> int:
     """How many tokens at the end of a stream fit into `size` bytes: up to a token the same text with any tokenizer."""
-    ids, positions = np.unique(stream[-size:], return_inverse=True)
+    ids, positions = np.unique(stream[max(0, len(stream) - size) :], return_inverse=True)
     special = (tokenizer.bos_id, tokenizer.eos_id)
     sizes = np.array([0 if i in special else len(tokenizer.token_bytes(i)) for i in ids.tolist()])[positions]
     return int(np.searchsorted(sizes[::-1].cumsum(), size, "right"))

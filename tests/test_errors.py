@@ -36,7 +36,7 @@ def test_a_closed_pipe_is_the_status_of_sigpipe_also_at_the_end():
     assert program.wait(60) == 141
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no such descriptors")
+@pytest.mark.skipif(os.name == "nt", reason="Windows runs no preexec_fn, which closes them")
 @pytest.mark.parametrize("closed", [{0}, {1}, {2}, {0, 1, 2}], ids=str)
 def test_standard_streams_may_be_closed_and_files_do_not_get_what_is_printed(tmp_path, closed):
     code = f"""import sys

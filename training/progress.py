@@ -86,8 +86,9 @@ def report_end(session: Session) -> None:
         if best is not None:
             pretrained.load_weights(session.model, best)
         print(samples(session, prompts))
-    has_risen = session.validation_losses[-1:] > [state.best_validation_loss]  # then more steps do not help
-    if state.best_validation_loss > math.log(session.model.config.vocab_size) and not has_risen:
+    best_loss = state.best_validation_loss
+    # Where the loss has risen, more steps do not help.
+    if best_loss > math.log(session.model.config.vocab_size) and best_loss in session.validation_losses[-1:]:
         fix = "a smaller --vocab-size" if session.settings.run.init_from is None else "a larger --learning-rate"
         print(f"note: it predicts this text worse than chance; give more text, more --steps or {fix}")
     if corpus.chat or corpus.has_long_tokens:
