@@ -6,18 +6,15 @@ which it is stored: float32, the 16 bits of bfloat16, or 8 bits with a scale for
 
 import functools
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 import numba
 import numpy as np
 import torch
 from numba import prange
-from numba.extending import overload
 from torch import Tensor
 
-from errors import note
-from generation.compiled import compiled
+from kernels.compiled import compiled, widen
 from model.cache import KeyValueCache
 from model.decoder import Decoder, Layer
 from model.linear import Linear
@@ -43,17 +40,6 @@ class LayerWeights(NamedTuple):
     down: Matrix  # (D, F)
     keys: np.ndarray  # (B, K, max_length, d) float32
     values: np.ndarray  # the same
-
-
-def widen(x):  # a stub: Numba compiles calls of it as `_widen` below
-    """A number as float32; a uint16 holds the bits of a bfloat16, which are the upper half of a float32's."""
-
-
-@overload(widen)
-def _widen(x):
-    if x == numba.uint16:
-        return lambda x: np.uint32(np.uint32(x) << 16).view(np.float32)
-    return lambda x: np.float32(x)
 
 
 @functools.partial(compiled, parallel=True)
@@ -212,8 +198,6 @@ class CpuDecodeStep:
         threads = torch.get_num_threads()
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
         torch.set_num_threads(threads)  # Numba has just set the number for all of OpenMP, which torch uses too
-        if (folder := run_layer.stats.cache_path) and not any(Path(folder).glob("cpu_step.run_layer-*")):
-            note("compiling the decoding step for this processor, once: a few seconds")
         self.dtype = decoder.compute_dtype
         self.embedding = decoder.embed_tokens.weight.detach()
         self.is_layer_norm = config.norm == "layer"

@@ -39,13 +39,8 @@ def decode_step_kind(
     if implementation is kernels.gpu:
         fits = batch_size <= MAX_GPU_SEQUENCES and not config.attention_output_bias
         return "gpu" if fits else None
-    if implementation is kernels.cpu and batch_size <= MAX_CPU_SEQUENCES and dtype in (torch.float32, torch.bfloat16):
-        try:
-            import numba  # noqa: F401 - in generation.cpu_step
-
-            return "cpu"
-        except ImportError as error:  # new versions of Python wait for it
-            note(f"decoding on the CPU is slower here ({error}); pip install numba")
+    if implementation is kernels.cpu and batch_size <= MAX_CPU_SEQUENCES and dtype in kernels.cpu.LOOP_DTYPES:
+        return "cpu"
     return None
 
 

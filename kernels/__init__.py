@@ -15,13 +15,18 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from errors import UserError
-from kernels import cpu, reference
+from errors import UserError, note
+from kernels import reference
 
 if importlib.util.find_spec("triton"):  # Linux only
     from kernels import decode, gpu
 else:
     decode = gpu = None
+try:
+    from kernels import cpu
+except ImportError as error:  # new versions of Python and NumPy wait for Numba
+    note(f"computing on a CPU is slower here ({error}); pip install numba")
+    cpu = None
 
 _choice = "auto"
 
@@ -70,8 +75,8 @@ def implementation(device: torch.device) -> ModuleType:
     runs_triton = device.type == "cuda" and triton_unavailable_reason(device) is None
     if _choice == "triton" or (_choice == "auto" and runs_triton):
         return gpu
-    # torch.compile fuses the reference itself
-    return cpu if device.type == "cpu" and not torch.compiler.is_compiling() else reference
+    runs_loops = device.type == "cpu" and cpu is not None
+    return cpu if runs_loops and not torch.compiler.is_compiling() else reference  # torch.compile fuses that itself
 
 
 def compile_model(model: Callable) -> Callable:

@@ -6,12 +6,21 @@ activations' dtype, and writes in place where it owns the memory. docs/lab/train
 torch.ops.aten and torch.ops.mkldnn are no public interface; tests/kernels finds out when they change.
 """
 
+import functools
+import math
+
+import numpy as np
 import torch
+from numba import prange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from kernels import reference
+from kernels.compiled import compiled, run, store, widen
+
+LOOP_DTYPES = torch.float32, torch.bfloat16
+CHUNKS = 64  # of rows, whose sums are added in this order: equal bits with any number of threads
 
 # Rows of logits: in one product, which is slower with fewer; and in one softmax, few enough to stay in the cache.
 PRODUCT_ROWS = 1024
@@ -55,89 +64,144 @@ def linear(x, weight, bias=None):
     return y if bias is None else y + bias
 
 
+@functools.partial(compiled, parallel=True)
+def norm_forward(x, residual, weight, bias, is_layer_norm, eps, s, y, statistics):
+    """s = x + residual and y = norm(s), all (rows, D); statistics (rows, 2): the mean, 0 for RMSNorm, and the scale."""
+    width = x.shape[1]
+    for row in prange(len(x)):
+        mean, square = np.float32(0), np.float32(0)
+        for i in range(width):
+            store(s[row], i, widen(x[row, i]) + widen(residual[row, i]))
+        if is_layer_norm:
+            for i in range(width):
+                mean += widen(s[row, i])
+            mean /= np.float32(width)
+        for i in range(width):
+            square += (widen(s[row, i]) - mean) ** 2
+        scale = np.float32(1 / math.sqrt(square / np.float32(width) + eps))
+        for i in range(width):
+            store(y[row], i, (widen(s[row, i]) - mean) * scale * weight[i] + bias[i])
+        statistics[row, 0], statistics[row, 1] = mean, scale
+
+
+@functools.partial(compiled, parallel=True)
+def norm_backward(dy, ds, s, weight, is_layer_norm, statistics, dx, sums):
+    """dx = ds + scale (h - mean(h) - xhat mean(h xhat)), with h = dy weight and xhat = (s - mean) scale.
+
+    RMSNorm has no mean(h). sums (chunks of rows, 2, D): the parts of the gradients of weight and bias.
+    """
+    rows, width = s.shape
+    for chunk in prange(len(sums)):
+        dweight, dbias = sums[chunk]
+        for row in range(chunk * rows // len(sums), (chunk + 1) * rows // len(sums)):
+            mean, scale = statistics[row]
+            mean_h, mean_hx = np.float32(0), np.float32(0)
+            for i in range(width):
+                xhat = (widen(s[row, i]) - mean) * scale
+                grad = widen(dy[row, i])
+                dweight[i] += grad * xhat
+                dbias[i] += grad
+                mean_h += grad * weight[i]
+                mean_hx += grad * weight[i] * xhat
+            mean_h = mean_h / np.float32(width) if is_layer_norm else np.float32(0)
+            mean_hx /= np.float32(width)
+            for i in range(width):
+                xhat = (widen(s[row, i]) - mean) * scale
+                h = widen(dy[row, i]) * weight[i]
+                store(dx[row], i, widen(ds[row, i]) + scale * (h - mean_h - xhat * mean_hx))
+
+
 class CpuNorm(torch.autograd.Function):
-    """See `normalize`. s (..., D); the result is the normalized s alone."""
+    """See `normalize`. x and residual (rows, D) of one dtype; without a residual the second output is x."""
 
     @staticmethod
-    def forward(ctx, s, weight, bias, kind, eps):
-        """Statistics and affine in float32 on one copy of the rows."""
-        rows = s.to(torch.float32, copy=True)
-        if kind == "layer":
-            mean = rows.mean(-1, keepdim=True)
-            rows.sub_(mean)
-        else:
-            mean = torch.zeros_like(rows[..., :1])  # for the backward pass
-        # The norm's square and not square().mean(): one fused pass over the row instead of two.
-        rstd = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).square_().div_(rows.shape[-1]).add_(eps).rsqrt_()
-        rows.mul_(rstd).mul_(weight)
-        if bias is not None:
-            rows.add_(bias)
-        ctx.save_for_backward(s, weight, bias, mean, rstd)
-        ctx.kind = kind
-        return rows.to(s.dtype)
+    def forward(ctx, x, weight, bias, residual, is_layer_norm, eps):
+        s, y = torch.empty(2, *x.shape, dtype=x.dtype)
+        statistics = torch.empty(len(x), 2)
+        residual, bias = (torch.zeros_like(a) if b is None else b for a, b in ((x, residual), (weight, bias)))
+        run(norm_forward, x, residual, weight, bias, is_layer_norm, eps, s, y, statistics)
+        ctx.save_for_backward(s, weight, statistics)
+        ctx.is_layer_norm = is_layer_norm
+        return y, s
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        """torch's LayerNorm kernel, for both kinds, in float32, because it sums over tokens in the dtype of its input.
-
-        It computes ds = rstd (h - mean(h) - xhat mean(h xhat)), with h = grad * weight and xhat = (s - mean) rstd, for
-        any mean and rstd it is given. RMSNorm gives it the mean 0, and adds the term rstd mean(h) again.
-        """
-        s, weight, bias, mean, rstd = ctx.saved_tensors
-        width, grad = s.shape[-1], grad.float()
-        ds, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-            grad, s.float(), [width], mean, rstd, weight, bias, (True, *ctx.needs_input_grad[1:3])
-        )
-        if ctx.kind == "rms":
-            ds.add_((grad @ weight)[..., None].mul_(rstd).div_(width))
-        return ds.to(s.dtype), dweight, dbias, None, None
+    def backward(ctx, dy, ds):
+        s, weight, statistics = ctx.saved_tensors
+        dx, sums = torch.empty_like(s), torch.zeros(CHUNKS, 2, s.shape[1])
+        run(norm_backward, dy, ds, s, weight, ctx.is_layer_norm, statistics, dx, sums)
+        gradients = dx, *sums.sum(0), dx, None, None
+        return tuple(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=True))
 
 
 def normalize(x, weight=None, bias=None, residual=None, *, kind, eps):
-    """As `reference.normalize`. Only for float32 weights: the reference handles others."""
-    if weight is None or weight.dtype != torch.float32:
+    """As `reference.normalize`, for float32 weights and one dtype of x and residual; the reference handles others."""
+    is_usual = weight is not None and weight.dtype == torch.float32 and x.dtype in LOOP_DTYPES
+    if not is_usual or (residual is not None and residual.dtype != x.dtype):
         return reference.normalize(x, weight, bias, residual, kind=kind, eps=eps)
-    s = x if residual is None else (x + residual).to(residual.dtype)  # torch adds bfloat16 in float32, rounding once
-    y = CpuNorm.apply(s, weight, bias, kind, eps)
-    return y.to(x.dtype), s
+    rows, residual = (None if t is None else t.reshape(-1, x.shape[-1]) for t in (x, residual))
+    y, s = CpuNorm.apply(rows, weight, bias, residual, kind == "layer", eps)
+    return y.view(x.shape), x if residual is None else s.view(x.shape)
 
 
-class RotatePairs(torch.autograd.Function):
-    """Rotate the pairs (i, i + d/2) of each head of x (B, T, N, d); cos and sin are float32 (T or B, T; 1, d/2)."""
+@functools.partial(compiled, parallel=True)
+def rotate(packed, first, cos, sin, separate, is_backward):
+    """separate (B, N, T, d) = the heads of packed (B, T, H + 2K, d) from `first` on, rotated; backward, the reverse.
+
+    (a, b) -> (a cos - b sin, b cos + a sin) for the pairs (i, i + d/2); cos and sin (B or 1, T, d/2).
+    """
+    batch, heads, length, width = separate.shape
+    for task in prange(batch * length):
+        b, t = task // length, task % length
+        c, s = cos[b % len(cos), t], sin[b % len(sin), t]
+        for h in range(heads):
+            x, y = packed[b, t, first + h], separate[b, h, t]
+            if is_backward:
+                x, y = y, x
+            for i in range(width // 2):
+                first_of_pair, second = widen(x[i]), widen(x[width // 2 + i])
+                store(y, i, first_of_pair * c[i] - second * s[i])
+                store(y, width // 2 + i, second * c[i] + first_of_pair * s[i])
+
+
+class Rotary(torch.autograd.Function):
+    """See `rotary`. heads (B, T, H + 2K, d); q, k and v lie in memory as attention reads them: (B, H or K, T, d)."""
 
     @staticmethod
-    def forward(ctx, x, cos, sin):
-        """(a, b) -> (a cos - b sin, b cos + a sin) in float32, rounded once."""
+    def forward(ctx, heads, cos, sin, num_heads, num_kv_heads):
         ctx.save_for_backward(cos, sin)
-        return rotate(x, cos, sin)
+        batch, length, _, width = heads.shape
+        q, k = (torch.empty(batch, n, length, width, dtype=heads.dtype) for n in (num_heads, num_kv_heads))
+        run(rotate, heads, 0, cos, sin, q, False)
+        run(rotate, heads, num_heads, cos, sin, k, False)
+        v = heads[:, :, num_heads + num_kv_heads :].transpose(1, 2).contiguous()
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx, dq, dk, dv):
         """Rotate back: the transpose of a rotation is the rotation by the opposite angle."""
         cos, sin = ctx.saved_tensors
-        return rotate(grad, cos, -sin), None, None
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + d/2) in the last dimension."""
-    a, b = x.float().chunk(2, dim=-1)
-    out = torch.empty(x.shape, dtype=torch.float32)
-    out_a, out_b = out.chunk(2, dim=-1)
-    torch.mul(a, cos, out=out_a).addcmul_(b, sin, value=-1)
-    torch.mul(b, cos, out=out_b).addcmul_(a, sin)
-    return out.to(x.dtype)
+        batch, length, num_heads, width = dq.shape
+        num_kv_heads = dk.shape[2]
+        heads = torch.empty(batch, length, num_heads + 2 * num_kv_heads, width, dtype=dq.dtype)
+        run(rotate, heads, 0, cos, -sin, dq.transpose(1, 2), True)
+        run(rotate, heads, num_heads, cos, -sin, dk.transpose(1, 2), True)
+        heads[:, :, num_heads + num_kv_heads :] = dv
+        return heads, None, None, None, None
 
 
 def rotary(qkv, cos, sin, num_heads, num_kv_heads, q_norm_weight=None, k_norm_weight=None, eps=1e-6):
-    """As `reference.rotary`. With norms of heads it calls that."""
-    if q_norm_weight is not None:
+    """As `reference.rotary`. Normalized heads are float32 until they are rotated."""
+    if qkv.dtype not in LOOP_DTYPES:
         return reference.rotary(qkv, cos, sin, num_heads, num_kv_heads, q_norm_weight, k_norm_weight, eps)
     heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))  # (B, T, H + 2K, d)
-    qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=-2)
-    q, k = RotatePairs.apply(qk, cos.unsqueeze(-2), sin.unsqueeze(-2)).split((num_heads, num_kv_heads), dim=-2)
-    return q, k, v
+    if q_norm_weight is not None:
+        q, k, v = heads.float().split((num_heads, num_kv_heads, num_kv_heads), dim=-2)
+        q, k = (normalize(x, w, kind="rms", eps=eps)[0] for x, w in ((q, q_norm_weight), (k, k_norm_weight)))
+        heads = torch.cat((q, k, v), dim=-2)
+    cos, sin = (x if x.dim() == 3 else x[None] for x in (cos, sin))
+    return tuple(x.to(qkv.dtype) for x in Rotary.apply(heads, cos, sin, num_heads, num_kv_heads))
 
 
 def attention(q, k, v, mask=None):

@@ -16,12 +16,12 @@ import numba
 import pytest
 import torch
 
-from errors import note
-from generation.compiled import compiled
+import kernels
 from generation.cpu_step import CpuDecodeStep
 from generation.generate import PrefixCache, generate
 from generation.settings import Sampling
 from generation.steps import MAX_CPU_SEQUENCES, decode_step, quantize_matrices
+from kernels.compiled import compiled
 from model.cache import KeyValueCache
 from model.linear import Linear
 from tests.generation.conftest import generate_all
@@ -190,15 +190,16 @@ def test_conversations_at_temperature_0_are_equal_with_and_without_drafts(make_d
     assert ends == {None, "eos", "length", "context"}
 
 
-def test_where_numba_is_missing_the_decoder_gives_the_same_text_and_says_so_once(make_decoder, monkeypatch, capsys):
+def test_where_numba_is_missing_the_decoder_gives_the_same_text(make_decoder, monkeypatch):
     decoder = make_decoder(attention_bias=True, qk_norm=True).eval()
     prompts = [[1, 2, 3], [4], list(range(30))]
     texts, _ = generate_all(decoder, prompts, max_new_tokens=50)
     assert [len(text) for text in texts] == [50, 50, 34]  # the last one has filled the context
-    monkeypatch.setitem(sys.modules, "numba", None)
-    note.cache_clear()
-    assert [generate_all(decoder, prompts, max_new_tokens=50)[0] for _ in range(2)] == [texts, texts]
-    assert capsys.readouterr().err.count("pip install numba") == 1
+    monkeypatch.setattr(kernels, "cpu", None)
+    assert generate_all(decoder, prompts, max_new_tokens=50)[0] == texts
+    code = "import sys; sys.modules['numba'] = None; import kernels, generation.steps; print(kernels.cpu)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "None\n" and done.stderr.count("pip install numba") == 1
 
 
 def test_there_is_a_step_for_small_batches_and_the_layers_that_it_computes(make_decoder):
@@ -230,8 +231,9 @@ def test_where_the_disk_is_full_or_a_file_of_the_cache_is_cut_short_it_is_made_a
 
 @pytest.mark.slow
 def test_where_no_cache_can_be_written_every_process_compiles(tmp_path):
-    shutil.copytree(ROOT / "generation", tmp_path / "generation", ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "generation" / "__pycache__").touch()  # no folder
+    for folder in ("generation", "kernels"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+        (tmp_path / folder / "__pycache__").touch()  # no folder
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from generation.cpu_step import rotate; "
     code += "import numpy as np; x = np.ones(4, np.float32); rotate(x, x[:2], x[2:]); print(x)"
     environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"} | {"HOME": "/dev/null"}

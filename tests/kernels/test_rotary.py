@@ -36,7 +36,7 @@ def pair(kernel, angles, heads=H, kv_heads=K, tables=None, eps=1e-3):
     return ours, definition
 
 
-@pytest.mark.parametrize(("with_norm", "dtype"), [(False, F32), (True, F32), (False, BF16)])
+@pytest.mark.parametrize(("with_norm", "dtype"), [(False, F32), (True, F32), (False, BF16), (True, BF16)])
 def test_heads_are_multiplied_by_complex_numbers_and_so_are_gradients(kernel, draw, assert_exact, with_norm, dtype):
     inputs = [draw(B, T, (H + 2 * K) * D, dtype=dtype), *(draw(D, mean=1.0) for _ in range(2) if with_norm)]
     positions = torch.arange(50, 50 + T)
