@@ -74,7 +74,9 @@ class CompareFlags:
         plan = starting_plan(self)
         if not self.quick:
             return plan
-        rates = plan.learning_rates[:1] or (base_settings(plan.config).optimizer.learning_rate,)
+        config = self.plan.config if self.plan.config != Plan.config else plan.config
+        rates = plan.learning_rates[:1] if config == plan.config else ()
+        rates = rates or (base_settings(config).optimizer.learning_rate,)
         name = f"{plan.name}-quick"
         return dataclasses.replace(plan, name=name, seeds=3, steps=300, rerun_seeds=0, learning_rates=rates)
 

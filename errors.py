@@ -24,6 +24,7 @@ PICTURES |= {0x7F: 0x2421} | dict.fromkeys((*range(0x80, 0xA0), *range(0xDC80, 0
 
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of a terminal; they have no width
 COMMAND = re.compile(r"python (-m|\S+\.py) .*")
+TOGETHER = ("starlette uvicorn", "pandas scipy")  # packages that are needed by the same programs
 NEVER_WRAPPED = ("{", "  |")  # how a line of JSON and a line of a model's text begin
 
 
@@ -127,7 +128,8 @@ def exit_on_user_error() -> Iterator[None]:
         signal.signal(signal.SIGINT, lambda *_: None)  # until the process has ended
         exit_with("stopped.", 130)
     except ModuleNotFoundError as error:
-        fix = f"pip install {error.name} (more that is optional: requirements-dev.txt)"
+        names = next((group for group in TOGETHER if error.name in group.split()), error.name)
+        fix = f"pip install {names} (more that is optional: requirements-dev.txt)"
         exit_with(f"error: this needs the package {error.name}: {fix}", 2)
     except (UserError, OSError) as error:
         if show_traceback:

@@ -29,7 +29,8 @@ def main() -> None:
         from generation.load import merge  # imports torch
 
         merge(checkpoint, settings.adapter, settings.merge)
-        log(f"written: {settings.merge}; try it: python generate.py {shlex.quote(str(settings.merge))}")
+        chat = " --chat" if load_tokenizer(settings.merge).chat_template else ""
+        log(f"written: {settings.merge}; try it: python generate.py {shlex.quote(str(settings.merge))}{chat}")
         return
     recommended = recommended_sampling(checkpoint, settings.adapter, settings.chat)
     source = "the defaults"

@@ -213,6 +213,8 @@ def read_pairs(path: Path) -> dict[str, pd.Series]:
     if missing := [name for name in columns if name not in rows]:
         hint = f"it has {', '.join(rows)}" if len(rows.columns) > 1 else "a CSV file has commas between its columns"
         raise UserError(f"{path} has no column {', '.join(missing)}; {hint}.")
+    if rows.empty:
+        raise UserError(f"{path} has no rows.")
     as_read = rows[columns]
     rows = as_read.copy()
     rows["idea"] = rows.idea.map(str, na_action="ignore")

@@ -84,6 +84,7 @@ class Plan:
     arms: Annotated[dict[str, dict[str, Any]], Suppress] = field(default_factory=dict)
     vary: Annotated[dict[str, list[Any]], Suppress] = field(default_factory=dict)
     titles: Annotated[dict[str, str], Suppress] = field(default_factory=dict)  # in documents, by choice in `vary`
+    prediction: Annotated[str, Suppress] = ""  # for the report
     config: str = "ablation"  # What the arms share: a TOML file, or a name in configs/
     steps: Annotated[PositiveInt | None, optional("INT")] = None  # Steps of a run; by default the config's
     seeds: Annotated[Annotated[int, Meta(ge=2, le=MAX_SEEDS)] | None, optional("INT")] = None
@@ -211,10 +212,12 @@ def run_settings(plan: Plan, run: Run) -> Settings:
 
 
 def find_plan(name: str) -> Path:
-    """The TOML file that a name stands for: a path, the folder of a study, or its name in studies/."""
-    for path in (Path(name), Path(name) / "plan.toml", STUDIES / name / "plan.toml"):
-        if path.is_file():
-            return path
+    """The TOML file that a name stands for: a path, a folder of results, or its name in studies/ or runs/."""
+    if Path(name).is_file():
+        return Path(name)
+    for folder in (Path(name), STUDIES / name, Path("runs") / f"ablation-{name}"):
+        if (folder / "plan.toml").is_file():
+            return folder / "plan.toml"
     if Path(name).is_dir():
         inside = [str(path.parent) for path in sorted(Path(name).glob("*/plan.toml"))] or ["runs/ablation-norms"]
         raise UserError(f"{name} has no plan.toml; give the folder of one experiment, such as {inside[0]}.")
@@ -234,5 +237,5 @@ def load_plan(path: Path) -> Plan:
 
 def save_plan(plan: Plan, path: Path) -> None:
     """Write a plan that `load_plan` reads, without what is empty."""
-    values = {name: value for name, value in dataclasses.asdict(plan).items() if value not in (None, (), {})}
+    values = {name: value for name, value in dataclasses.asdict(plan).items() if value not in (None, (), {}, "")}
     replace_text(path, tomli_w.dumps(values))

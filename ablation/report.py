@@ -193,11 +193,17 @@ def about(study: Study) -> str:
     rates = {*study.chosen_learning_rates.values()}
     if not study.sweep_runs and len(rates) == 1:
         sentences.append(f"All arms share the learning rate {rates.pop()}: none was chosen for each of them.")
+    if study.sweep_runs:
+        sentences.append("Each arm has the learning rate of its lowest mean loss over other seeds, those of the sweep.")
     if plan.seeds is None and study.pairs is not None:
         finished = f"{len(study.counted_seeds)} are finished, within {plan.hours:g} hours"
         sentences.append(f"The pilot asked for {study.pairs} pairs; {finished}.")
     texts = "; ".join(dict.fromkeys(" ".join(settings.data.data) for settings in of_arms))
-    sentences.append(f"Config: {plan.config}; text: {texts}.")
+    baseline = next(iter(plan.all_arms.values()))
+    shared = [f"; {name}: {value}" for name, value in baseline.settings.items() if name not in (*plan.varied, "data")]
+    sentences.append(f"Config: {plan.config}; text: {texts}{''.join(shared)}.")
+    if plan.prediction:
+        sentences.append(f"Prediction: {plan.prediction}")
     columns = {"batches": "batches_hash", "initial weights (but for the norms)": "weights_hash"}
     equal = [what for what, column in columns.items() if equal_in_each_seed(study.rows, column)]
     if equal:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import kernels
 from benchmarks import timing
-from errors import reading
+from errors import UserError, reading
 from kernels import reference
 from model.device import device_name, keep_freed_memory
 
@@ -194,6 +194,8 @@ def measure(only: str = "") -> list[timing.Table]:
             tables.append(compare(case, device))
             torch.compiler.reset()
             gc.collect()
+    if not tables:
+        raise UserError(f"--only {only}: no case; they are {', '.join(case.name for case in all_cases(device))}.")
     return tables
 
 

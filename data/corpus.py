@@ -77,7 +77,7 @@ class Corpus:
     def advice(self) -> list[str]:
         """A note to print where tokens are too short or too long."""
         if self.bytes_per_token < 1.6:
-            fix = "a tokenizer made of this text, with enough pieces, is better"
+            fix = "a model whose tokenizer is made of this text, with enough pieces, is better"
             return [f"note: tokens are nearly single bytes; {fix}"]
         bytes_and_characters = sum(len(piece) == 1 or piece.startswith("<0x") for piece in self.tokenizer.vocabulary)
         smaller = max(300, bytes_and_characters + 100, self.tokenizer.vocab_size // 4)

@@ -198,5 +198,5 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     special = {i for i, token in tokenizer.added_tokens.items() if token.special}
     needed = 1 + max({*tokenizer.vocabulary.values()} - special | {tokenizer.eos_id, tokenizer.document_start})
     if needed > vocab_size:
-        fix = f"needs the tokenizer that it was trained with, and a new one --vocab-size {needed:,} or more"
+        fix = f"needs the tokenizer that it was trained with, and a new one --vocab-size {needed} or more"
         raise UserError(f"the tokenizer has {needed:,} ids but the model only {vocab_size:,}; a trained model {fix}.")

@@ -102,7 +102,6 @@ def evaluate_and_save(session: Session) -> None:
     result = evaluate(session.model, windows, corpus.validation_bytes, session.device, processes)
     if not math.isfinite(result.loss):
         raise diverged(session, session.state.step, f"the validation loss is {result.loss:g}")
-    session.validation_losses.append(result.loss)
     if is_main_process():
         means = dict(validation_loss=result.loss, perplexity=result.perplexity, bits_per_byte=result.bits_per_byte)
         metrics.write(session.run_dir, session.state.step, **means)

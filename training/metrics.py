@@ -24,6 +24,11 @@ def read(run_dir: Path) -> list[dict]:
         return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.is_file() else []
 
 
+def validation_losses(run_dir: Path) -> list[float]:
+    """Those of a run so far, also before it was resumed."""
+    return [line["validation_loss"] for line in read(run_dir) if "validation_loss" in line]
+
+
 def keep_until(run_dir: Path, step: int) -> None:
     """Remove the lines of later steps: the file of a resumed run reads as if it had never stopped."""
     lines = [json.dumps(line) + "\n" for line in read(run_dir) if line["step"] <= step]

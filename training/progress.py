@@ -11,7 +11,7 @@ from data.tokenizer import encode_prompt, tokens_after
 from errors import counted, printable
 from generation.generate import generate
 from generation.settings import SMALL_MODEL_SAMPLING
-from training import checkpoint, plot
+from training import checkpoint, metrics, plot
 from training.evaluate import Evaluation
 from training.session import Session
 from training.step import StepResult
@@ -36,7 +36,7 @@ def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
 def show_evaluation(session: Session, result: Evaluation) -> None:
     """Print an evaluation, what it means when the loss has risen twice, and before the end a text sample."""
     tqdm.write(f"step {session.state.step}: validation {result}")
-    losses = [math.inf, *session.validation_losses]
+    losses = [math.inf, *metrics.validation_losses(session.run_dir)]
     rises = [after > before for before, after in itertools.pairwise(losses[-4:])]
     if rises == [False, True, True]:
         tqdm.write(RISING)
@@ -88,7 +88,8 @@ def report_end(session: Session) -> None:
         print(samples(session, prompts))
     best_loss = state.best_validation_loss
     # Where the loss has risen, more steps do not help.
-    if best_loss > math.log(session.model.config.vocab_size) and best_loss in session.validation_losses[-1:]:
+    is_last = best_loss in metrics.validation_losses(session.run_dir)[-1:]
+    if is_last and best_loss > math.log(session.model.config.vocab_size):
         fix = "a smaller --vocab-size" if session.settings.run.init_from is None else "a larger --learning-rate"
         print(f"note: it predicts this text worse than chance; give more text, more --steps or {fix}")
     if corpus.chat or corpus.has_long_tokens:

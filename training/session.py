@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import shutil
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -54,7 +54,6 @@ class Session:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     state: State
-    validation_losses: list[float] = field(default_factory=list)  # since this process began
 
     @property
     def steps(self) -> int:
@@ -167,6 +166,9 @@ def open_text(settings: Settings, last: Path | None) -> tuple[Settings, Text]:
     tokens = corpus.count_sequences(data) * data.sequence_length
     read = epochs(steps * data.batch_size * data.sequence_length, tokens)
     print(f"text: {corpus.description}\n  {counted(steps, 'step')}: {read}")
+    if steps * data.batch_size * data.sequence_length > 30 * tokens and corpus.chat is None:
+        fewer = max(50, 10 * tokens // (data.batch_size * data.sequence_length))
+        print(f"note: a text is learned by heart when it is read so often; give more text, or --steps {fewer}")
     is_new_to_chats = last is None and corpus.chat and load_tokenizer(settings.run.init_from).chat_template is None
     if is_new_to_chats and settings.run.lora is not None:
         print("note: the model has not seen the tokens of the roles, which an adapter hardly teaches; leave out --lora")

@@ -124,7 +124,8 @@ class Settings:
         length, context = data.sequence_length, model.max_position_embeddings
         first = data.first_sequence_length or length
         if length > context:
-            raise UserError(f"--sequence-length {length} is above --max-position-embeddings {context}; lower it.")
+            fix = "lower it, or raise both"
+            raise UserError(f"--sequence-length {length} is above --max-position-embeddings {context}; {fix}.")
         if length % first or (length // first).bit_count() != 1:
             raise UserError(f"--first-sequence-length {first} is not --sequence-length {length} divided by 2, 4, ...")
         if model.norm == "batch" and self.machine.activation_checkpointing:
