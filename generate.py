@@ -29,7 +29,7 @@ def main() -> None:
         from generation.load import merge  # imports torch
 
         merge(checkpoint, settings.adapter, settings.merge)
-        chat = " --chat" if load_tokenizer(settings.merge).chat_template else ""
+        chat = " --chat" if (settings.merge / "chat_template.jinja").is_file() else ""
         log(f"written: {settings.merge}; try it: python generate.py {shlex.quote(str(settings.merge))}{chat}")
         return
     recommended = recommended_sampling(checkpoint, settings.adapter, settings.chat)

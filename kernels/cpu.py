@@ -2,8 +2,9 @@
 
 On a CPU a small model spends its time moving data: every operation reads and writes whole tensors, and autograd keeps
 float32 copies of what the reference upcasts. Here each function keeps only what its backward pass needs, in the
-activations' dtype, and writes in place where it owns the memory. docs/lab/training-cpu.md has the measurements.
-torch.ops.aten and torch.ops.mkldnn are no public interface; tests/kernels finds out when they change.
+activations' dtype, and writes in place where it owns the memory. Norms and rotations are loops that Numba compiles:
+one pass over memory. docs/lab/training-cpu.md has the measurements. torch.ops.mkldnn is no public interface;
+tests/kernels finds out when it changes.
 """
 
 import functools
@@ -118,7 +119,9 @@ class CpuNorm(torch.autograd.Function):
     def forward(ctx, x, weight, bias, residual, is_layer_norm, eps):
         s, y = torch.empty(2, *x.shape, dtype=x.dtype)
         statistics = torch.empty(len(x), 2)
-        residual, bias = (torch.zeros_like(a) if b is None else b for a, b in ((x, residual), (weight, bias)))
+        residual = torch.zeros_like(x) if residual is None else residual
+        # Copies: the storage of a tensor that was an array keeps its size, and --shard frees weights.
+        weight, bias = weight.clone(), torch.zeros_like(weight) if bias is None else bias.clone()
         run(norm_forward, x, residual, weight, bias, is_layer_norm, eps, s, y, statistics)
         ctx.save_for_backward(s, weight, statistics)
         ctx.is_layer_norm = is_layer_norm
@@ -182,11 +185,12 @@ class Rotary(torch.autograd.Function):
     def backward(ctx, dq, dk, dv):
         """Rotate back: the transpose of a rotation is the rotation by the opposite angle."""
         cos, sin = ctx.saved_tensors
+        opposite = -sin
         batch, length, num_heads, width = dq.shape
         num_kv_heads = dk.shape[2]
         heads = torch.empty(batch, length, num_heads + 2 * num_kv_heads, width, dtype=dq.dtype)
-        run(rotate, heads, 0, cos, -sin, dq.transpose(1, 2), True)
-        run(rotate, heads, num_heads, cos, -sin, dk.transpose(1, 2), True)
+        run(rotate, heads, 0, cos, opposite, dq.transpose(1, 2), True)
+        run(rotate, heads, num_heads, cos, opposite, dk.transpose(1, 2), True)
         heads[:, :, num_heads + num_kv_heads :] = dv
         return heads, None, None, None, None
 

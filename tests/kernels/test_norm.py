@@ -8,7 +8,7 @@ weight, would be 2.34e-3 (`rounding` in conftest.py). Sums over rows are float32
 import pytest
 import torch
 
-from kernels import gpu, launch, reference
+from kernels import cpu, gpu, launch, reference
 from tests.kernels.conftest import triton_only
 
 kinds = pytest.mark.parametrize("kind", ["rms", "layer"])
@@ -90,6 +90,17 @@ def test_layernorm_of_a_large_mean_is_as_exact_as_its_input(kernel, draw, assert
     mean would have no correct digit."""
     inputs, upstream = (draw(3, 512, mean=1e4), torch.ones(512)), (draw(3, 512), None)
     assert_exact(*pair(kernel.normalize, "layer"), inputs, upstream, lambda *_: 1e-3)
+
+
+@kinds
+def test_on_a_cpu_any_number_of_threads_gives_equal_bits(draw, evaluate, kind):
+    inputs, upstream = (draw(300, 64), draw(64, mean=1.0), draw(64), draw(300, 64)), (draw(300, 64), draw(300, 64))
+    results = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        results.append(evaluate(pair(cpu.normalize, kind)[0], inputs, upstream))
+    torch.set_num_threads(1)
+    assert all(map(torch.equal, *results))
 
 
 LAYOUTS = {  # six rows of 96 elements

@@ -68,7 +68,7 @@ def test_neither_a_failed_write_nor_a_kill_in_a_save_changes_a_loss(flags, tmp_p
     assert errors.count("error: step 8 cannot be saved ([Errno 28] No space left on device") == 1
     assert [out.count(f"resuming from run/last, step {step} of 16") for step in (4, 8)] == [1, 1]
     assert out.count("next: ") == 1
-    assert losses(run) == pytest.approx(one(*way), abs=3e-6)
+    assert losses(run) == pytest.approx(one(*way), abs=1e-5)
     held = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert all(0.9 < 2 * mine / whole < 1.1 for mine, whole in held)  # 401 rows are no multiple of it
     for file in ("training_state-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
@@ -85,7 +85,7 @@ def test_a_run_resumed_by_other_numbers_of_processes_is_that_of_one(flags, tmp_p
     stopped = [(4, new, {3: "stop"}), (2, again, {6: "stop"}), (1, again, {9: "stop"}), (2, again, {12: "stop"})]
     statuses, _, errors = groups(*stopped, (4, again, {}))
     assert statuses == [[143] * 4, [143] * 2, [143], [143] * 2, [0] * 4], errors[-3000:]
-    assert losses(tmp_path / "run") == pytest.approx(one("--optimizer", optimizer), abs=3e-6)
+    assert losses(tmp_path / "run") == pytest.approx(one("--optimizer", optimizer), abs=1e-5)
     for name in ("best", "last"):
         directory = tmp_path / "run" / name
         assert {path.suffix for path in directory.iterdir()} == {".safetensors", ".json", ".model"}
@@ -130,7 +130,7 @@ def test_an_adapter_is_trained_beside_a_sharded_model(flags, tmp_path, groups, o
     statuses, _, errors = groups((2, [*few, "--out", "run"], {5: "stop"}), (2, ["--resume", "run"], {}))
     assert statuses == [[143] * 2, [0] * 2], errors[-3000:]
     alone = losses(train_run(tmp_path / "alone", *few))
-    assert losses(tmp_path / "run") == pytest.approx(alone, abs=3e-6 if dtype == "float32" else 0.01)
+    assert losses(tmp_path / "run") == pytest.approx(alone, abs=1e-5 if dtype == "float32" else 0.01)
     assert (tmp_path / "run" / "best" / "adapter_model.safetensors").exists()
 
 
