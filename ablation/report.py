@@ -203,7 +203,7 @@ def about(study: Study) -> str:
     shared = [f"; {name}: {value}" for name, value in baseline.settings.items() if name not in (*plan.varied, "data")]
     sentences.append(f"Config: {plan.config}; text: {texts}{''.join(shared)}.")
     if plan.prediction:
-        sentences.append(f"Prediction: {plan.prediction}")
+        sentences.append(f'Prediction: "{plan.prediction}".')
     columns = {"batches": "batches_hash", "initial weights (but for the norms)": "weights_hash"}
     equal = [what for what, column in columns.items() if equal_in_each_seed(study.rows, column)]
     if equal:

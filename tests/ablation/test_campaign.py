@@ -144,6 +144,9 @@ def test_a_wrong_row_of_a_table_of_losses_is_named(tmp_path, line, reason):
     path.write_text(text + line)
     with pytest.raises(UserError, match=reason):
         read_pairs(path)
+    path.write_text("idea,seed,arm,loss\n")
+    with pytest.raises(UserError, match="has no rows"):
+        read_pairs(path)
 
 
 def test_losses_of_hugging_faces_trainer_are_judged_as_a_t_test_would(tmp_path, monkeypatch, capsys):

@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+import signal
 from unittest.mock import Mock
 
 import numpy as np
@@ -101,10 +102,12 @@ def test_the_steps_report_what_the_run_logs_and_neither_print_nor_write(flags, t
     assert capfd.readouterr() == ("", "") and not (tmp_path / "steps").exists()
 
 
-def test_a_loss_that_rises_twice_is_a_note_and_best_is_the_lowest(flags, tmp_path, monkeypatch, capsys):
+def test_a_loss_that_rises_twice_is_a_note_also_where_the_run_was_resumed(flags, tmp_path, monkeypatch, capsys):
     nats = iter([20.0, 15.0, 16.0, 17.0, 18.0, 19.0])
     monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(next(nats), 10, 10))
+    after_step(monkeypatch, 7, lambda: signal.raise_signal(signal.SIGTERM))
     run = train_run(tmp_path / "run", *flags, "--steps", "10", "--evaluate-every", "2")
+    assert runs.resume(run) == 0
     out = capsys.readouterr().out
     assert out.count("note: the validation loss has risen twice") == 1
     assert "best/ has the weights with the lowest validation loss, 1.5000" in out
