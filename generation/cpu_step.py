@@ -8,13 +8,12 @@ import functools
 import math
 from typing import NamedTuple
 
-import numba
 import numpy as np
 import torch
 from numba import prange
 from torch import Tensor
 
-from kernels.compiled import compiled, widen
+from kernels.compiled import compiled, use_threads_of_torch, widen
 from model.cache import KeyValueCache
 from model.decoder import Decoder, Layer
 from model.linear import Linear
@@ -195,9 +194,7 @@ class CpuDecodeStep:
     def __init__(self, decoder: Decoder, cache: KeyValueCache):
         self.cache = cache
         config = decoder.config
-        threads = torch.get_num_threads()
-        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
-        torch.set_num_threads(threads)  # Numba has just set the number for all of OpenMP, which torch uses too
+        use_threads_of_torch()
         self.dtype = decoder.compute_dtype
         self.embedding = decoder.embed_tokens.weight.detach()
         self.is_layer_norm = config.norm == "layer"

@@ -72,12 +72,16 @@ def _store(array, i, x):
     return store_bits if array.dtype == numba.uint16 else store_float
 
 
-def run(loops: Callable, *arguments: object) -> None:
-    """Call compiled loops, with contiguous arrays for tensors, on as many threads as torch uses."""
+def use_threads_of_torch() -> None:
     threads = torch.get_num_threads()
     if numba.get_num_threads() != min(threads, numba.config.NUMBA_NUM_THREADS):
         numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
         torch.set_num_threads(threads)  # Numba has just set the number for all of OpenMP, which torch uses too
+
+
+def run(loops: Callable, *arguments: object) -> None:
+    """Call compiled loops, with contiguous arrays for tensors, on as many threads as torch uses."""
+    use_threads_of_torch()
     loops(*(to_array(x) if isinstance(x, Tensor) else x for x in arguments))
 
 

@@ -117,7 +117,7 @@ class CpuNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, residual, is_layer_norm, eps):
-        s, y = torch.empty(2, *x.shape, dtype=x.dtype)
+        s, y = (torch.empty(x.shape, dtype=x.dtype) for _ in range(2))
         statistics = torch.empty(len(x), 2)
         residual = torch.zeros_like(x) if residual is None else residual
         # Copies: the storage of a tensor that was an array keeps its size, and --shard frees weights.

@@ -166,8 +166,8 @@ def open_text(settings: Settings, last: Path | None) -> tuple[Settings, Text]:
     tokens = corpus.count_sequences(data) * data.sequence_length
     read = epochs(steps * data.batch_size * data.sequence_length, tokens)
     print(f"text: {corpus.description}\n  {counted(steps, 'step')}: {read}")
-    if steps * data.batch_size * data.sequence_length > 30 * tokens and corpus.chat is None:
-        fewer = max(50, 10 * tokens // (data.batch_size * data.sequence_length))
+    fewer = max(50, 10 * tokens // (data.batch_size * data.sequence_length))  # 10 epochs
+    if steps > 3 * fewer and corpus.chat is None and last is None:
         print(f"note: a text is learned by heart when it is read so often; give more text, or --steps {fewer}")
     is_new_to_chats = last is None and corpus.chat and load_tokenizer(settings.run.init_from).chat_template is None
     if is_new_to_chats and settings.run.lora is not None:

@@ -124,7 +124,7 @@ class Settings:
         length, context = data.sequence_length, model.max_position_embeddings
         first = data.first_sequence_length or length
         if length > context:
-            fix = "lower it, or raise both"
+            fix = "lower the first or raise the second"
             raise UserError(f"--sequence-length {length} is above --max-position-embeddings {context}; {fix}.")
         if length % first or (length // first).bit_count() != 1:
             raise UserError(f"--first-sequence-length {first} is not --sequence-length {length} divided by 2, 4, ...")

@@ -165,7 +165,7 @@ def test_a_crash_of_another_program_is_told_from_a_refusal_and_one_of_this_progr
         compare(model)
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows runs no sh, and has no SIGSEGV")
+@pytest.mark.skipif(os.name == "nt", reason="Windows starts no program by a line #!/bin/sh")
 def test_a_program_that_is_killed_has_crashed(tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nkill -SEGV $$\n")
