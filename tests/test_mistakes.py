@@ -55,7 +55,7 @@ generate nothere -> nothere does not exist; give a directory
 generate BAD/empty -> .*BAD/empty has no config.json, best/ or last/
 generate BAD/no_tokenizer --prompt a -> there is no .*no_tokenizer/tokenizer.model; give
 generate RUN --prompt a --temperature -1 -> temperature is -1
-generate RUN --chat -> .*RUN/best has no chat template, so it only continues text; teach it to talk, by python-chat or a chat.jsonl of yours: python train.py
+generate RUN --chat -> .*RUN/best has no chat template, so it only continues text; teach it to talk, by python-chat or a
 generate RUN --prompt a --max-new-tokens 0 -> --max-new-tokens, .* must be at least 1
 ablate nothere -> nothere is no file, experiment or study
 ablate reprot nothere -> reprot is no .* Did you mean report\?
