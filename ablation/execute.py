@@ -145,8 +145,8 @@ def execute(experiment: Experiment, start: Callable[[Run, str], Future]) -> None
             process.kill()
 
 
-def write_plan(experiment: Experiment) -> None:
-    """Write plan.toml; append to changes.jsonl what differs from the plan under which the finished runs were made."""
+def write_plan(experiment: Experiment) -> list[str]:
+    """Write plan.toml; append to changes.jsonl what differs from the plan of the finished runs: the fields returned."""
     experiment.folder.mkdir(parents=True, exist_ok=True)
     path = experiment.folder / "plan.toml"
     after = dataclasses.asdict(experiment.plan)
@@ -157,6 +157,7 @@ def write_plan(experiment: Experiment) -> None:
         append(experiment.folder / "changes.jsonl", change | {"finished_runs": len(experiment.rows)})
     if changed or not before:  # else it keeps its comments
         save_plan(experiment.plan, path)
+    return changed
 
 
 def prepare_process() -> None:
@@ -268,7 +269,8 @@ def compare(
             last_lines = [train_until_verdict(experiment, level, start)]
         else:
             (folder / VERDICT).unlink(missing_ok=True)  # of fewer pairs
-            write_plan(experiment)
+            if "seeds" in write_plan(experiment) and experiment.rows:
+                print("note: pairs that are added after a look find differences too often; judge looks by a rule")
             execute(experiment, start)
             last_lines = report.headline(experiment.study)
         path = report.write(experiment.study, folder)

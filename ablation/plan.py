@@ -148,6 +148,8 @@ class Plan:
                 needs_sweep.add("norm")
             rates = tuple(factor * default for factor in SWEEP_FACTORS) if needs_sweep else (default,)
         own = {name: arm.settings.get("learning_rate") for name, arm in self.all_arms.items()}
+        if self.learning_rates and None not in own.values():
+            raise UserError("every arm has a learning_rate of its own; leave out --learning-rates.")
         return {name: rates if rate is None else (rate,) for name, rate in own.items()}
 
     @property

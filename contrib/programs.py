@@ -7,6 +7,7 @@ program imports what it needs.
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -98,22 +99,26 @@ def compare(open_program: Callable, place: str, questions: Questions) -> tuple[s
 
 
 def compare_elsewhere(
-    place: str, questions: Questions, python: str = sys.executable, program: str = "transformers"
+    place: str, questions: Questions, python: str | None = None, program: str = "transformers"
 ) -> tuple[str, dict[str, str]]:
     """`compare` in another process, because of its packages or, with llama.cpp, because C++ code may kill it."""
-    paths = [str(Path(__file__).parents[1])] + ([os.environ.get("PYTHONPATH", "")] if python == sys.executable else [])
+    paths = [str(Path(__file__).parents[1])] + ([os.environ.get("PYTHONPATH", "")] if python is None else [])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     fields = vars(questions) | {"answers": questions.answers | {"logits": None}}
     asked = {"program": program, "place": place, "questions": fields}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "questions.safetensors")
         save_file({"logits": questions.answers["logits"].contiguous()}, path, {"asked": json.dumps(asked)})
-        done = subprocess.run([python, "-m", "contrib.programs", path], capture_output=True, env=environment)
+        command = [python or sys.executable, "-m", "contrib.programs", path]
+        done = subprocess.run(command, capture_output=True, env=environment)
+    where = "" if python is None else f" ({python})"
     if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines() or [f"exit status {done.returncode}"]
-        return f"{program} ({python})", {"opens": f"crashed: {lines[-1]}"}
+        status = done.returncode
+        ending = f"exit status {status}" if status > 0 else signal.Signals(-status).name
+        lines = done.stderr.decode(errors="replace").strip().splitlines() or [ending]
+        return program + where, {"opens": f"crashed: {lines[-1]}"}
     name, cells = json.loads(done.stdout.splitlines()[-1])
-    return f"{name} ({python})", cells
+    return name + where, cells
 
 
 def logits_difference(positions: list[int], tolerances: Tensor, ours: Tensor, theirs: Tensor) -> str:

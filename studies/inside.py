@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.font_manager import fontManager
 from tyro.conf import Positional
 
 from ablation.plots import COLOURS, panels
@@ -55,7 +56,9 @@ def grid(inside: Inspection, tokens: list[str], show: str) -> Figure:
     low, high = shown.quantile(torch.tensor([0.05, 1])).tolist()  # single values near 0 would take most of the scale
     image = axes.imshow(shown.numpy(), norm="log", vmin=low, vmax=high, origin="lower", aspect="auto")
     axes.grid(False)
-    axes.set_xticks(range(len(tokens)), tokens, rotation=90, family="monospace", fontsize=7, parse_math=False)
+    chinese = {font.name for font in fontManager.ttflist if "CJK" in font.name or "Hei" in font.name}
+    family = ["monospace", *sorted(chinese)]
+    axes.set_xticks(range(len(tokens)), tokens, rotation=90, family=family, fontsize=7, parse_math=False)
     axes.set_yticks(range(len(inside.norms)), inside.norms)
     ticks = [low, (low * high) ** 0.5, high]
     label = LEGENDS[show].format(chance=inside.chance)

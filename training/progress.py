@@ -3,6 +3,7 @@
 import itertools
 import math
 import shlex
+from collections.abc import Sequence
 
 from tqdm import tqdm
 
@@ -42,14 +43,10 @@ def show_evaluation(session: Session, result: Evaluation) -> None:
         tqdm.write(RISING)
     # With --shard there are no samples, as each token would gather all weights.
     if session.state.step < session.steps and not session.processes.sharded:
-        tqdm.write(samples(session, sample_prompts(session)[:1]))
+        tqdm.write(samples(session, session.settings.run.sample_prompts[:1]))
 
 
-def sample_prompts(session: Session) -> list[str]:
-    return [*session.settings.run.sample_prompts] or session.corpus.prompts
-
-
-def samples(session: Session, prompts: list[str]) -> str:
+def samples(session: Session, prompts: Sequence[str]) -> str:
     """What the current weights continue prompts with, or how they answer questions."""
     chat, tokenizer = session.corpus.chat, session.corpus.tokenizer
     context = session.model.config.max_position_embeddings
@@ -80,7 +77,7 @@ def report_end(session: Session) -> None:
         print(f"stopped and saved at step {state.step} of {session.steps}; resume with:")
         print(f"  python train.py --resume {run_dir}")
         return
-    prompts = sample_prompts(session)
+    prompts = session.settings.run.sample_prompts
     if not session.processes.sharded:
         best = checkpoint.find_complete(session.run_dir / "best")
         if best is not None:

@@ -27,7 +27,7 @@ from training import checkpoint
 from training.checkpoint import State
 from training.optimizer import build_optimizer, freeze_parameters
 from training.processes import Processes, shard, start_processes
-from training.settings import MachineSettings, RunSettings, Settings, changed_fields, load_settings
+from training.settings import MachineSettings, RunSettings, Settings, changed_fields, load_settings, replace_settings
 from training.step import split_batch
 
 SHORTER = 0.4  # share of the steps with shorter sequences than --sequence-length, with --first-sequence-length
@@ -145,7 +145,7 @@ def check_machine(settings: Settings, device: torch.device, processes: Processes
 def check_processes_agree(processes: Processes, settings: Settings, corpus: Text, state: State) -> None:
     """`UserError` in all processes unless they train on the same text, from the same save, with the same settings."""
     data = dataclasses.replace(settings.data, data=(), tokenizer=None, cache="")  # paths may differ
-    run = dataclasses.replace(settings.run, out=None, init_from=None)
+    run = dataclasses.replace(settings.run, out=None, init_from=None, sample_prompts=())  # those of the text
     weights = []
     if processes.count > 1 and state.step == 0 and settings.run.init_from is not None:
         weights = [file_hash(path) for path in find_weight_files(Path(settings.run.init_from))]
@@ -159,7 +159,7 @@ def check_processes_agree(processes: Processes, settings: Settings, corpus: Text
 
 
 def open_text(settings: Settings, last: Path | None) -> tuple[Settings, Text]:
-    """The text to train on, and the settings with the size of its vocabulary: a small text has a smaller one."""
+    """The text to train on, and the settings with its prompts and the size of its vocabulary."""
     corpus = prepare_corpus(settings, last)
     data = settings.data
     steps = settings.optimizer.steps
@@ -176,10 +176,10 @@ def open_text(settings: Settings, last: Path | None) -> tuple[Settings, Text]:
         print("note: the model has not seen the tokens of the roles; --learning-rate 1e-3 teaches them faster")
     elif settings.run.lora is not None and settings.optimizer.learning_rate < 1e-4:
         print("note: an adapter learns little at this learning rate; --learning-rate 3e-4 is usual")
+    changes = {"sample_prompts": settings.run.sample_prompts or tuple(corpus.prompts)}
     if last is None and settings.run.init_from is None and data.tokenizer is None:
-        model = dataclasses.replace(settings.model, vocab_size=corpus.tokenizer.vocab_size)
-        settings = dataclasses.replace(settings, model=model)
-    return settings, corpus
+        changes["vocab_size"] = corpus.tokenizer.vocab_size
+    return replace_settings(settings, changes), corpus
 
 
 def epochs(read: float, tokens: float) -> str:

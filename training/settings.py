@@ -257,16 +257,16 @@ def read_table(path: Path, kind: type, values: dict) -> Any:
 
 
 def save_settings(settings: Settings, path: Path) -> None:
-    """Write settings as TOML, without the fields that are None."""
+    """Write settings as TOML, without the fields that are None, and `out`, as other runs may use the file."""
     tables = dataclasses.asdict(settings)
     for name, table in tables.items():
-        tables[name] = {key: value for key, value in table.items() if value is not None}
+        tables[name] = {key: value for key, value in table.items() if value is not None and key != "out"}
     replace_text(path, tomli_w.dumps(tables))
 
 
 def changed_fields(before: Settings, after: Settings) -> list[str]:
-    """The fields in which two settings differ, as `key: before -> after`; `out` is left out."""
+    """The fields in which two settings differ, as `key: before -> after`."""
     changed = []
     for old, new in zip(dataclasses.asdict(before).values(), dataclasses.asdict(after).values(), strict=True):
-        changed += [f"{key}: {old[key]} -> {new[key]}" for key in new if new[key] != old[key] and key != "out"]
+        changed += [f"{key}: {old[key]} -> {new[key]}" for key in new if new[key] != old[key]]
     return changed

@@ -73,11 +73,12 @@ def test_an_arm_has_the_model_of_its_checkpoint_and_derived_settings_as_in_train
         ({"vary": GRID, "margin": float("nan")}, "margin is nan"),
         ({"vary": {"lr": [1e-3, 2e-3]}}, "lr is not a setting that arms can have. Did you mean learning_rate?"),
         ({"vary": GRID, "first_seed": 2003}, "seeds of the sweep or the pilot"),
+        ({"vary": {"learning_rate": [1e-3, 2e-3]}, "learning_rates": (1e-2,)}, "every arm has a learning_rate"),
     ],
 )
 def test_a_plan_that_cannot_work_is_a_one_line_error(fields, words):
     with pytest.raises(UserError, match=words):
-        assert Plan(**fields).all_arms
+        assert Plan(**fields).candidate_learning_rates
 
 
 def test_every_plan_of_the_project_has_arms_and_reads_back_as_it_was_saved(tmp_path):

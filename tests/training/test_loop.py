@@ -29,7 +29,9 @@ from training.settings import CONFIGS, OptimizerSettings, load_settings, parse
 def test_a_run_learns_and_leaves_settings_metrics_a_plot_and_two_checkpoints(run, settings, tmp_path, monkeypatch):
     assert {path.name for path in run.iterdir()} == {"settings.toml", "metrics.jsonl", "loss.png", "last", "best"}
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert dataclasses.replace(load_settings(run / "settings.toml"), run=settings.run) == settings
+    used = load_settings(run / "settings.toml")
+    assert dataclasses.replace(used, run=settings.run) == settings
+    assert used.run.out is None and all(used.run.sample_prompts)  # another run may begin with these settings
     assert [line["step"] for line in metrics.read(run) if "loss" in line] == list(range(1, 41))
     assert losses(run)[0] == pytest.approx(math.log(400), rel=0.02)  # an untrained model predicts every token alike
     evaluated = evaluations(run)
