@@ -94,20 +94,24 @@ def memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> dict
         "copies of them": dtype.itemsize * copied if rank is None and dtype != torch.float32 else 0,  # of products
         "gradients": learned,
         "moments": 2 * learned - one_moment,  # AdamW keeps two, Muon one
-        "activations": tokens * dtype.itemsize * kept_elements(settings, fused) + logits,
+        "activations": tokens * dtype.itemsize * kept_elements(settings, dtype, device) + logits,
     }
 
 
-def kept_elements(settings: Settings, fused: bool) -> int:
+def kept_elements(settings: Settings, dtype: torch.dtype, device: torch.device) -> int:
     """Elements that the forward pass keeps per token, without logits: in a layer the inputs and outputs of two norms;
     q, k and v, rotated; the attention's output; and SwiGLU's packed gate and up. With checkpointing: its two inputs.
     """
-    config = settings.model
+    config, length = settings.model, settings.data.sequence_length
+    implementation = kernels.implementation(device)
+    fused = implementation is kernels.gpu
     layers, width, hidden = config.num_hidden_layers, config.hidden_size, config.intermediate_size
     heads = (config.num_attention_heads + config.num_key_value_heads) * config.resolved_head_dim
     layer = 4 * width + 2 * (heads + hidden)
-    if not fused:  # q, k and v as they were packed; silu(gate)
-        layer += heads + hidden
+    if not fused:  # silu(gate), and the attention's output in another order or its probabilities
+        head_dim, cpu = config.resolved_head_dim, kernels.cpu
+        keeps_probabilities = implementation is cpu and cpu.keeps_probabilities(dtype, length, head_dim)
+        layer += hidden + config.num_attention_heads * (length if keeps_probabilities else head_dim)
     if not fused or settings.run.lora is not None:  # the product of gate and up
         layer += hidden
     if settings.machine.activation_checkpointing:
