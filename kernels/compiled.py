@@ -79,7 +79,7 @@ def use_threads_of_torch() -> None:
         torch.set_num_threads(threads)  # Numba has just set the number for all of OpenMP, which torch uses too
 
 
-def run(loops: Callable, *arguments: object) -> None:
+def call(loops: Callable, *arguments: object) -> None:
     """Call compiled loops, with contiguous arrays for tensors, on as many threads as torch uses."""
     use_threads_of_torch()
     loops(*(to_array(x) if isinstance(x, Tensor) else x for x in arguments))

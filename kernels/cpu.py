@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from kernels import reference
-from kernels.compiled import compiled, run, store, widen
+from kernels.compiled import call, compiled, store, widen
 
 LOOP_DTYPES = torch.float32, torch.bfloat16
 CHUNKS = 64  # of rows, whose sums are added in this order: equal bits with any number of threads
@@ -122,7 +122,7 @@ class CpuNorm(torch.autograd.Function):
         residual = torch.zeros_like(x) if residual is None else residual
         # Copies: the storage of a tensor that was an array keeps its size, and --shard frees weights.
         weight, bias = weight.clone(), torch.zeros_like(weight) if bias is None else bias.clone()
-        run(norm_forward, x, residual, weight, bias, is_layer_norm, eps, s, y, statistics)
+        call(norm_forward, x, residual, weight, bias, is_layer_norm, eps, s, y, statistics)
         ctx.save_for_backward(s, weight, statistics)
         ctx.is_layer_norm = is_layer_norm
         return y, s
@@ -132,7 +132,7 @@ class CpuNorm(torch.autograd.Function):
     def backward(ctx, dy, ds):
         s, weight, statistics = ctx.saved_tensors
         dx, sums = torch.empty_like(s), torch.zeros(CHUNKS, 2, s.shape[1])
-        run(norm_backward, dy, ds, s, weight, ctx.is_layer_norm, statistics, dx, sums)
+        call(norm_backward, dy, ds, s, weight, ctx.is_layer_norm, statistics, dx, sums)
         gradients = dx, *sums.sum(0), dx, None, None
         return tuple(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=True))
 
@@ -175,8 +175,8 @@ class Rotary(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         batch, length, _, width = heads.shape
         q, k = (torch.empty(batch, n, length, width, dtype=heads.dtype) for n in (num_heads, num_kv_heads))
-        run(rotate, heads, 0, cos, sin, q, False)
-        run(rotate, heads, num_heads, cos, sin, k, False)
+        call(rotate, heads, 0, cos, sin, q, False)
+        call(rotate, heads, num_heads, cos, sin, k, False)
         v = heads[:, :, num_heads + num_kv_heads :].transpose(1, 2).contiguous()
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
@@ -189,8 +189,8 @@ class Rotary(torch.autograd.Function):
         batch, length, num_heads, width = dq.shape
         num_kv_heads = dk.shape[2]
         heads = torch.empty(batch, length, num_heads + 2 * num_kv_heads, width, dtype=dq.dtype)
-        run(rotate, heads, 0, cos, opposite, dq.transpose(1, 2), True)
-        run(rotate, heads, num_heads, cos, opposite, dk.transpose(1, 2), True)
+        call(rotate, heads, 0, cos, opposite, dq.transpose(1, 2), True)
+        call(rotate, heads, num_heads, cos, opposite, dk.transpose(1, 2), True)
         heads[:, :, num_heads + num_kv_heads :] = dv
         return heads, None, None, None, None
 
