@@ -205,6 +205,7 @@ def assignments(text: str) -> dict[str, str]:
     if start:
         raise UserError(f"{start} must be SETTING=VALUE; several are one text in quotes.")
     for name, value in zip(parts[::2], parts[1::2], strict=True):
+        name = "learning_rate" if name == "lr" else name
         if "=" in value or value.endswith(","):
             raise UserError(f"{name}={value}: a space separates settings (--vary again for each), a comma values.")
         if name in values:

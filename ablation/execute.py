@@ -26,7 +26,7 @@ from ablation import report
 from ablation.judge import LOOKS, pairs_of_looks, verdict_at_look
 from ablation.plan import Plan, Run, arm_settings, load_plan, replace_settings, run_settings, save_plan
 from ablation.records import VERDICT, Row, Verdict, append, append_rows, as_table, read_rows, read_verdict
-from ablation.run import settings_hash, train_run
+from ablation.run import CODE, code_hash, settings_hash, train_run
 from ablation.study import Study
 from checkpoints.find import find_checkpoint
 from data.sources import HUB_TEXTS, resolve
@@ -77,6 +77,8 @@ class Experiment:
         for earlier in self.rows:
             if earlier.text_hash not in ("", row.text_hash):
                 return f"the text has hash {row.text_hash}, and that of the runs before is {earlier.text_hash}"
+            if earlier.code_hash not in ("", row.code_hash):
+                return "the code was changed since the runs before"
         return None
 
 
@@ -102,7 +104,11 @@ def load_experiment(plan: Plan, folder: Path, torch_device: str = "auto", jobs: 
     rows = [row for row in read_rows(folder) if row.status != "failed"]
     if rows and not {row.arm for row in rows} & {*plan.all_arms}:
         raise UserError(f"{folder} has the runs of another plan; give another --out.")
+    code = code_hash()
     for row in rows:
+        if row.code_hash not in ("", code):
+            fix = "give another --out; if it computes the same, delete code_hash in machine.toml there"
+            raise UserError(f"the code of {', '.join(CODE)} was changed since the runs of {folder}; {fix}.")
         if row.arm in plan.all_arms and settings_hash(run_settings(plan, row)) != row.settings_hash:
             raise UserError(f"a finished run ({row}) of {folder} had other settings; give another --out.")
     workers = local_workers(torch_device, jobs)

@@ -86,7 +86,8 @@ class Plan:
     titles: Annotated[dict[str, str], Suppress] = field(default_factory=dict)  # in documents, by choice in `vary`
     prediction: Annotated[str, Suppress] = ""  # for the report
     config: str = "ablation"  # What the arms share: a TOML file, or a name in configs/
-    steps: Annotated[PositiveInt | None, optional("INT")] = None  # Steps of a run; by default the config's
+    steps: Annotated[PositiveInt | None, optional("INT")] = None
+    """Steps of a run, of which at most a tenth warm up; by default the config's"""
     seeds: Annotated[Annotated[int, Meta(ge=2, le=MAX_SEEDS)] | None, optional("INT")] = None
     """Final pairs; by default as many as the pilot asks for. With judge: at most, 10 or more, by default 20"""
     pilot_seeds: Annotated[int, Meta(ge=2)] = 8  # Runs of each arm that fix how many are final; unused with --seeds

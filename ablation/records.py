@@ -18,7 +18,7 @@ from files import read_json, read_toml, replace_text, replacing
 
 VERDICT = "verdict.json"  # the file of judge's last verdict
 KEY = [column.name for column in dataclasses.fields(Run)]  # the columns that make a row that of one particular run
-MACHINE = ("device", "kernels", "dtype", "commit", "torch", "python", "threads", "workers", "text_hash")
+MACHINE = ("device", "kernels", "dtype", "commit", "code_hash", "torch", "python", "threads", "workers", "text_hash")
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Row(Run):
     kernels: str = ""
     dtype: str = ""  # dtype of the activations
     commit: str = ""  # commit of this project
+    code_hash: str = ""  # hash of the source files that training uses; empty in older records
     torch: str = ""
     python: str = ""  # its standard library is the default text
     threads: int | None = None  # CPU threads of PyTorch

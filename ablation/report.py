@@ -62,6 +62,8 @@ def headline(study: Study) -> list[str]:
         lines.append(f"note: {counted} of {study.plan.seeds} pairs, as the limit of {study.plan.hours:g} hours is met")
     elif 0 < counted < done:
         lines.append(f"note: runs of {done} seeds are there, and {counted} of them count")
+    elif not counted and len(study.runs_in_time) < len(study.planned_runs):
+        lines.append(f"note: the limit of {study.plan.hours:g} hours is met before a pair counts; raise --hours")
     return lines
 
 

@@ -27,12 +27,14 @@ from training.session import Session, initial_model, set_up
 from training.settings import Settings, changed_fields
 from training.step import Diverged
 
+CODE = ("data", "kernels", "model", "training")  # packages that decide what a run gives
 CURVE_TOKENS = 16_384  # of the validation set, for points along a run; the final loss uses all
 
 
 def train_run(plan: Plan, run: Run, torch_device: str, threads: int | None, workers: int) -> Row:
     """Train a run and return its row. threads: of a CPU; workers: how many runs are made at once."""
     start = time.perf_counter()
+    code = code_hash()
     settings = run_settings(plan, run)
     torch.set_num_threads(threads or torch.get_num_threads())
     with contextlib.redirect_stdout(None):
@@ -40,7 +42,7 @@ def train_run(plan: Plan, run: Run, torch_device: str, threads: int | None, work
     if run.perturbation:
         perturb(session.model, run.seed, run.perturbation)
     row = make_row(session, run, settings_hash(settings), workers)
-    return dataclasses.replace(row, all_seconds=time.perf_counter() - start)
+    return dataclasses.replace(row, code_hash=code, all_seconds=time.perf_counter() - start)
 
 
 def make_row(session: Session, run: Run, hash_of_settings: str, workers: int, *, train: bool = True) -> Row:
@@ -119,6 +121,12 @@ def perturb(model: Decoder, seed: int, size: float) -> None:
 def settings_hash(settings: Settings) -> str:
     """Hash of a run's settings that are not the default, whatever device it ran on and in which folder."""
     return digest(["\n".join(changed_fields(Settings(), replace_settings(settings, {"device": "auto"}))).encode()])
+
+
+def code_hash() -> str:
+    """Hash of the source files of `CODE`, such as a norm's formula: runs of other formulas are no pairs."""
+    root = Path(__file__).parent.parent
+    return digest(path.read_bytes() for package in CODE for path in sorted((root / package).glob("*.py")))
 
 
 def digest(chunks: Iterable[bytes | np.ndarray]) -> str:

@@ -14,6 +14,7 @@ from ablation.plan import STUDIES, arm_settings, label
 from ablation.plots import COLOURS, MUTED, panels
 from ablation.stats import Effect, standard_error
 from ablation.study import Study, load
+from errors import run_main
 from files import replacing
 
 CONTRASTS = {  # pairs of arms by their norm, each with and without a bias; the second of a pair is the baseline
@@ -127,8 +128,13 @@ def draw(studies: Sequence[Study]) -> Figure:
     return figure
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Draw docs/effects.png."""
     path = STUDIES.parent / "docs" / "effects.png"
     with replacing(path) as file:
         draw([*map(load_study, DRAWN)]).savefig(file)
     print(f"written: {path}")
+
+
+if __name__ == "__main__":
+    run_main("studies.effects")

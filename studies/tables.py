@@ -12,6 +12,7 @@ from ablation.report import table, with_interval
 from ablation.stats import Effect
 from ablation.study import Study
 from benchmarks.timing import three_digits
+from errors import run_main
 from files import replace_text
 from model.count import num_parameters
 from studies.claims import claim_rows, norm_times, read_speed
@@ -126,6 +127,11 @@ def filled(text: str, depth: int) -> str:
     return text
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write the tables of docs/ from the records in studies/ and speed/."""
     for path in sorted((ROOT / "docs").rglob("*.md")):
         replace_text(path, filled(path.read_text(encoding="utf-8"), len(path.relative_to(ROOT).parts) - 1))
+
+
+if __name__ == "__main__":
+    run_main("studies.tables")

@@ -108,11 +108,15 @@ def test_each_device_is_used_by_one_run_at_a_time(experiment, ended):
     assert len(experiment.rows) == 20 and max(most) == 3
 
 
-def test_runs_with_other_settings_are_refused_and_changes_of_the_plan_written_down(trained, tmp_path):
+def test_runs_with_other_settings_are_refused_and_changes_of_the_plan_written_down(trained, tmp_path, monkeypatch):
     append_rows(tmp_path, *trained.rows)
     write_plan(load_experiment(trained.plan, tmp_path))
     with pytest.raises(UserError, match="had other settings"):
         load_experiment(dataclasses.replace(trained.plan, steps=5), tmp_path)
+    monkeypatch.setattr(execute, "code_hash", lambda: "another")
+    with pytest.raises(UserError, match="the code of data, kernels, model, training was changed"):
+        load_experiment(trained.plan, tmp_path)
+    monkeypatch.undo()
     with pytest.raises(UserError, match="runs of another plan"):
         load_experiment(dataclasses.replace(trained.plan, vary={"qk_norm": [True, False]}), tmp_path)
     write_plan(load_experiment(dataclasses.replace(trained.plan, margin=0.5), tmp_path))
@@ -138,11 +142,12 @@ def test_a_dry_run_prints_what_a_run_needs_and_what_differs_in_other_arms(experi
     assert "all runs that can start: 4, 2 at once, about " in other
 
 
-def test_a_run_on_another_text_or_device_has_failed(experiment, ended, start_of):
-    others = iter([{}, {}, {"text_hash": "two"}, {"device": "GPU"}])
-    execute.execute(experiment, start_of(lambda run, device: ended(run, **{"text_hash": "one"} | next(others))))
-    reasons = sorted(row.reason for row in failed(experiment))
-    assert len(reasons) == 2 and "it ran on GPU" in reasons[0] and "the text has hash two" in reasons[1]
+def test_a_run_on_another_text_or_device_or_by_other_code_has_failed(experiment, ended, start_of):
+    equal = {"text_hash": "one", "code_hash": "one"}
+    others = iter([{}, {"code_hash": "two"}, {"text_hash": "two"}, {"device": "GPU"}])
+    execute.execute(experiment, start_of(lambda run, device: ended(run, **equal | next(others))))
+    device, code, text = sorted(row.reason for row in failed(experiment))
+    assert "it ran on GPU" in device and "the code was changed" in code and "the text has hash two" in text
 
 
 def test_unfinished_seeds_of_another_device_are_made_again_and_finished_ones_kept(experiment, ended, start_of):

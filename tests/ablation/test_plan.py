@@ -92,6 +92,7 @@ def test_every_plan_of_the_project_has_arms_and_reads_back_as_it_was_saved(tmp_p
 def test_the_command_line_makes_plans():
     assert ablate.parse([]).plan == load_plan(find_plan("norms"))
     grid = ablate.parse(["--vary", "norm=layer,rms", "--vary", "attention_bias=true,false", "--seeds", "4"]).plan
+    assert ablate.assignments("lr=1e-3,2e-3") == {"learning_rate": "1e-3,2e-3"}
     assert grid.vary == {"norm": ["layer", "rms"], "attention_bias": [True, False]} and grid.seeds == 4
     pair = ablate.parse(["--a", "", "--b", "weight_decay=0.5 qk_norm=true"]).plan
     assert pair.arms == {"default": {}, "weight_decay=0.5 qk_norm=true": {"weight_decay": 0.5, "qk_norm": True}}

@@ -62,6 +62,8 @@ def test_pairs_that_do_not_count_and_a_limit_that_was_reached_are_said(finish):
     slow = pair.rows.assign(seconds=3600.0, all_seconds=3600.0)
     limited = Study(dataclasses.replace(PLAN, seeds=9, hours=float(len(slow))), slow)
     assert report.headline(limited)[-1].startswith("note: 6 of 9 pairs, as the limit of ")
+    none = Study(dataclasses.replace(PLAN, hours=1.0), slow[:1])
+    assert report.headline(none)[-1] == "note: the limit of 1 hours is met before a pair counts; raise --hours"
     assert not any("note" in line for line in report.headline(pair))
 
 
