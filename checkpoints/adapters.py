@@ -29,7 +29,8 @@ def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[
     fields = {"peft_type": None, **read_json(directory / ADAPTER_CONFIG)}
     with reading(directory, "give a plain LoRA adapter of this model, or the result of peft's merge_and_unload()"):
         rank, scale = rank_and_scale(fields)
-        tensors = load_file(*find_weight_files(directory, WEIGHTS))
+        [path] = find_weight_files(directory, WEIGHTS)
+        tensors = load_file(path)
         for matrix in sorted({name.partition(".lora_")[0] for name in tensors if ".lora_" in name}):
             a = tensors.pop(f"{matrix}.lora_A.weight")
             b = tensors.pop(f"{matrix}.lora_B.weight")

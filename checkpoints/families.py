@@ -232,14 +232,14 @@ def read_rope_scaling(rope: dict, fields: dict) -> dict | None:
     context = fields["max_position_embeddings"]
     if ORIGINAL_CONTEXT in scaling:  # the key outside `rope` counts first
         scaling[ORIGINAL_CONTEXT] = fields.get(ORIGINAL_CONTEXT, rope.get(ORIGINAL_CONTEXT, context))
-    if kind == "llama3" and scaling["high_freq_factor"] <= scaling["low_freq_factor"]:
-        raise ValueError("rope_type llama3 needs a high_freq_factor above low_freq_factor")
     if kind == "yarn":  # what is missing has transformers' values
         scaling["beta_fast"] = rope.get("beta_fast") or 32
         scaling["beta_slow"] = rope.get("beta_slow") or 1
         scaling["truncate"] = bool(rope.get("truncate", True))
         if "factor" in rope and rope["factor"] is None:
             scaling["factor"] = context / scaling[ORIGINAL_CONTEXT]
-        if scaling["attention_factor"] is None:  # Peng et al. 2023, equation 22
+        if scaling["attention_factor"] is None and isinstance(
+            scaling["factor"], int | float
+        ):  # Peng et al. 2023, equation 22
             scaling["attention_factor"] = 0.1 * math.log(max(scaling["factor"], 1.0)) + 1
     return scaling

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from checkpoints import adapters
 from checkpoints.families import SHAPE_FIELDS, load_config, to_json, zero_biases
-from checkpoints.weights import ADAPTER_CONFIG, SINGLE, StoredTensor, check_format, find_weight_files, stored_tensors
+from checkpoints.weights import ADAPTER_CONFIG, SINGLE, StoredTensor, check_format, stored_tensors
 from errors import UserError, reading
 from model.config import ModelConfig
 from model.decoder import Decoder
@@ -174,7 +174,7 @@ def load_weights(decoder: Decoder, directory: Path | str) -> tuple[list[str], li
     views = unpacked_tensors(decoder.state_dict(), decoder.config)
     if decoder.lora is not None:
         with reading(directory, "the run cannot be resumed"):
-            tensors = load_file(*find_weight_files(Path(directory), adapters.WEIGHTS))
+            tensors = load_file(Path(directory, adapters.WEIGHTS))
             for name in [name for name in views if ".lora_" in name]:
                 views[name].copy_(tensors[adapters.PREFIX + name].view_as(views[name]))
         return [], []

@@ -113,7 +113,7 @@ def norm_backward(dy, ds, s, weight, is_layer_norm, statistics, dx, sums):
 
 
 class CpuNorm(torch.autograd.Function):
-    """See `normalize`. x and residual (rows, D) of one dtype; without a residual the second output is x."""
+    """See `normalize`. x and residual (rows, D) of one dtype; without a residual zeros are added."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, residual, is_layer_norm, eps):
@@ -138,8 +138,9 @@ class CpuNorm(torch.autograd.Function):
 
 
 def normalize(x, weight=None, bias=None, residual=None, *, kind, eps):
-    """As `reference.normalize`, for float32 weights and one dtype of x and residual; the reference handles others."""
+    """As `reference.normalize`, for float32 vectors and one dtype of x and residual; the reference handles others."""
     is_usual = weight is not None and weight.dtype == torch.float32 and x.dtype in LOOP_DTYPES
+    is_usual = is_usual and (bias is None or bias.dtype == torch.float32)
     if not is_usual or (residual is not None and residual.dtype != x.dtype):
         return reference.normalize(x, weight, bias, residual, kind=kind, eps=eps)
     rows, residual = (None if t is None else t.reshape(-1, x.shape[-1]) for t in (x, residual))

@@ -128,6 +128,11 @@ class ModelConfig:
                 value = self.rope_scaling.get(key)
                 if type(value) not in (int, float) or not 0 < value < 1e9:  # attention scores grow with its square
                     raise UserError(f"rope_scaling has {key} {value!r} and needs a number above 0 and below 1e9.")
+            kind = self.rope_scaling["rope_type"]
+            if kind == "llama3" and self.rope_scaling["high_freq_factor"] <= self.rope_scaling["low_freq_factor"]:
+                raise UserError("rope_type llama3 needs a high_freq_factor above low_freq_factor.")
+            if kind == "yarn" and not isinstance(self.rope_scaling.get("truncate"), bool):
+                raise UserError("rope_type yarn needs truncate, true or false.")
         # Equal models must have equal configurations, so a value that changes nothing becomes None, the default.
         if self.head_dim is not None and self.head_dim * heads == width:
             object.__setattr__(self, "head_dim", None)

@@ -28,21 +28,18 @@ def run(command: Command) -> int:
     actions, settings = command.actions, command.settings
     stopped_by = 0
     with explain_out_of_memory(f"too little memory; {LESS_MEMORY}."), explain_lost_process():
-        if not is_main_process():
-            if not (actions.dry_run or actions.prepare or actions.eval_only):
-                folder = Path(actions.resume or "unused")  # a new run is in the folder that the main process makes
-                with contextlib.redirect_stdout(None):
-                    stopped_by = train(settings, folder, resume=actions.resume is not None)
+        if not (actions.dry_run or actions.prepare or actions.eval_only):
+            stopped_by = train_in_own_folder(command) if is_main_process() else train_in_folder_of_main(command)
+        elif not is_main_process():
+            pass
         elif actions.dry_run:
             if actions.resume is None and settings.run.out is not None and Path(settings.run.out).exists():
                 print(f"note: {settings.run.out} exists; without --dry-run, give another --out")
             estimate(settings)
         elif actions.prepare:
             print(f"text: {prepare_corpus(settings).description}")
-        elif actions.eval_only:
-            evaluate_checkpoint(settings)
         else:
-            stopped_by = train_in_own_folder(command)
+            evaluate_checkpoint(settings)
     return 128 + stopped_by if stopped_by else 0
 
 
@@ -55,6 +52,13 @@ def train_in_own_folder(command: Command) -> int:
         if not resume and os.listdir(run_dir) != [LOCK]:
             raise UserError(f"{run_dir} is not empty, and runs are never overwritten; use another --out, or --resume.")
         return train(settings, run_dir, resume=resume)
+
+
+def train_in_folder_of_main(command: Command) -> int:
+    """Train as one of several processes, without printing."""
+    resume = command.actions.resume
+    with contextlib.redirect_stdout(None):  # the folder of a new run comes from the main process
+        return train(command.settings, Path(resume or "unused"), resume=resume is not None)
 
 
 def make_run_dir(settings: Settings, config: str) -> Path:

@@ -159,27 +159,34 @@ def check_processes_agree(processes: Processes, settings: Settings, corpus: Text
 
 
 def open_text(settings: Settings, last: Path | None) -> tuple[Settings, Text]:
-    """The text to train on, and the settings with its prompts and the size of its vocabulary."""
+    """Print and return the text to train on, and the settings with its prompts and the size of its vocabulary."""
     corpus = prepare_corpus(settings, last)
     data = settings.data
     steps = settings.optimizer.steps
     tokens = corpus.count_sequences(data) * data.sequence_length
     read = epochs(steps * data.batch_size * data.sequence_length, tokens)
     print(f"text: {corpus.description}\n  {counted(steps, 'step')}: {read}")
-    fewer = max(50, 10 * tokens // (data.batch_size * data.sequence_length))  # 10 epochs
-    if steps > 3 * fewer and corpus.chat is None and last is None:
-        print(f"note: a text is learned by heart when it is read so often; give more text, or --steps {fewer}")
-    is_new_to_chats = last is None and corpus.chat and load_tokenizer(settings.run.init_from).chat_template is None
-    if is_new_to_chats and settings.run.lora is not None:
-        print("note: the model has not seen the tokens of the roles, which an adapter hardly teaches; leave out --lora")
-    elif is_new_to_chats and settings.optimizer.learning_rate < 3e-4:
-        print("note: the model has not seen the tokens of the roles; --learning-rate 1e-3 teaches them faster")
-    elif settings.run.lora is not None and settings.optimizer.learning_rate < 1e-4:
-        print("note: an adapter learns little at this learning rate; --learning-rate 3e-4 is usual")
+    if last is None:
+        print_advice(settings, corpus, tokens)
     changes = {"sample_prompts": settings.run.sample_prompts or tuple(corpus.prompts)}
     if last is None and settings.run.init_from is None and data.tokenizer is None:
         changes["vocab_size"] = corpus.tokenizer.vocab_size
     return replace_settings(settings, changes), corpus
+
+
+def print_advice(settings: Settings, corpus: Text, tokens: int) -> None:
+    """Print what a new run on this text of so many tokens could do better."""
+    rate, lora = settings.optimizer.learning_rate, settings.run.lora
+    fewer = max(50, 10 * tokens // (settings.data.batch_size * settings.data.sequence_length))  # 10 epochs
+    if settings.optimizer.steps > 3 * fewer and corpus.chat is None:
+        print(f"note: a text is learned by heart when it is read so often; give more text, or --steps {fewer}")
+    is_new_to_chats = corpus.chat is not None and load_tokenizer(settings.run.init_from).chat_template is None
+    if is_new_to_chats and lora is not None:
+        print("note: the model has not seen the tokens of the roles, which an adapter hardly teaches; leave out --lora")
+    elif is_new_to_chats and rate < 3e-4:
+        print("note: the model has not seen the tokens of the roles; --learning-rate 1e-3 teaches them faster")
+    elif lora is not None and rate < 1e-4:
+        print("note: an adapter learns little at this learning rate; --learning-rate 3e-4 is usual")
 
 
 def epochs(read: float, tokens: float) -> str:

@@ -40,6 +40,10 @@ class Actions:
     eval_only: bool = False  # Do not train; evaluate the weights of --init-from on all of --data.
     dry_run: bool = False  # Do not train; prepare a small text, and print the memory and, from a few steps, the time.
 
+    def __post_init__(self) -> None:
+        if [self.prepare, self.eval_only, self.dry_run].count(True) > 1:
+            raise UserError("--prepare, --eval-only and --dry-run exclude each other; give one.")
+
 
 @dataclass(frozen=True)
 class RunSettings:

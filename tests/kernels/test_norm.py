@@ -63,6 +63,13 @@ def test_half_precision_is_rounded_once_and_squares_do_not_overflow(kernel, draw
 
 
 @kinds
+def test_a_weight_and_a_bias_of_two_dtypes_are_numbers(kernel, draw, relative, kind):
+    x, weight, bias = draw(ROWS, WIDTH), draw(WIDTH, mean=1.0), draw(WIDTH, dtype=BF16)
+    y, _ = kernel.normalize(x, weight, bias, kind=kind, eps=EPS)
+    assert relative(y, definition(x.double(), weight.double(), bias.double(), kind=kind)[0]) < 1e-6
+
+
+@kinds
 def test_the_residual_sum_is_rounded_once_and_what_is_normalized_is_the_rounded_sum(kernel, draw, kind):
     x, residual = (draw(512, WIDTH, mean=mean, dtype=BF16) for mean in (0.3, -2.0))
     weight = draw(WIDTH, mean=1.0)

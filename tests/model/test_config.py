@@ -6,10 +6,13 @@ import torch
 import kernels
 from errors import UserError
 from generation.generate import generate
-from model.config import NORMS, ModelConfig
+from model.config import NORMS, ROPE_SCALING, ModelConfig
 from model.count import flops_per_token, num_parameters
 from model.decoder import Decoder
 from model.device import allocate, choose_device, choose_dtype, threads_for
+
+
+NUMBERS = dict.fromkeys(sum(ROPE_SCALING.values(), ()), 4)  # of any rope_scaling
 
 
 def test_the_default_model_has_four_million_parameters():
@@ -25,6 +28,8 @@ def test_the_default_model_has_four_million_parameters():
         ({"norm_eps": 0.0}, "norm_eps is 0.0"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor 0 and needs a number"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "4"}}, "factor '4' and needs a number"),
+        ({"rope_scaling": NUMBERS | {"rope_type": "llama3"}}, "needs a high_freq_factor above low_freq_factor"),
+        ({"rope_scaling": NUMBERS | {"rope_type": "yarn"}}, "needs truncate, true or false"),
     ],
 )
 def test_an_impossible_configuration_is_an_error_that_says_how_to_fix_it(make_config, changes, words):
