@@ -11,7 +11,6 @@ from model.count import flops_per_token, num_parameters
 from model.decoder import Decoder
 from model.device import allocate, choose_device, choose_dtype, threads_for
 
-
 NUMBERS = dict.fromkeys(sum(ROPE_SCALING.values(), ()), 4)  # of any rope_scaling
 
 
