@@ -23,9 +23,10 @@ from model.device import machine
 from model.norm import Norm, is_norm_parameter
 from training.evaluate import evaluate
 from training.loop import train_steps
-from training.session import Session, initial_model, set_up
+from training.session import Session, set_up
 from training.settings import Settings, changed_fields
 from training.step import Diverged
+from training.weights import initial_model
 
 CODE = ("data", "kernels", "model", "training")  # packages that decide what a run gives
 CURVE_TOKENS = 16_384  # of the validation set, for points along a run; the final loss uses all

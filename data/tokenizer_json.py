@@ -84,7 +84,7 @@ def merges(model: ModelProto) -> list[tuple[str, str]]:
 def last_merge(piece: str, rank: dict[str, int]) -> tuple[str, str] | None:
     """The last pair that merging `piece` alone joins; None if it never becomes one symbol (then no text does)."""
     symbols = list(piece)
-    while len(symbols) > 1:
+    while True:
         joined = [left + right for left, right in itertools.pairwise(symbols)]
         best = min(range(len(joined)), key=lambda i: rank.get(joined[i], len(rank)))  # the leftmost of equals
         if joined[best] not in rank:
@@ -92,7 +92,6 @@ def last_merge(piece: str, rank: dict[str, int]) -> tuple[str, str] | None:
         if len(symbols) == 2:
             return symbols[0], symbols[1]
         symbols[best : best + 2] = [joined[best]]
-    return None
 
 
 def read_model(content: bytes) -> ModelProto:

@@ -14,9 +14,10 @@ from errors import counted, note
 from model.count import adapter_parameters, flops_per_token, layer_matrices, num_parameters
 from model.device import device_name
 from training.processes import ALONE
-from training.session import check_machine, epochs, initial_model, open_text, prepare_training, use_machine
+from training.session import check_machine, epochs, open_text, prepare_training, use_machine
 from training.settings import Settings
 from training.step import train_step
+from training.weights import initial_model
 
 STEPS = 3
 MAX_SECONDS = 20  # of measuring: no further step begins

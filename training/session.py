@@ -12,23 +12,21 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import kernels
-from checkpoints import pretrained
-from checkpoints.families import load_config
 from checkpoints.weights import find_weight_files
 from data.batches import Batch
 from data.corpus import Text, prepare
 from data.settings import DataSettings
 from data.tokenizer import load_tokenizer
 from errors import UserError, counted, reading
-from model.decoder import Decoder, attend_to_previous_token, center_residual_writers
+from model.decoder import Decoder
 from model.device import choose_device, choose_dtype, device_name, keep_freed_memory
-from model.lora import add_lora
 from training import checkpoint
 from training.checkpoint import State
 from training.optimizer import build_optimizer, freeze_parameters
 from training.processes import Processes, shard, start_processes
-from training.settings import MachineSettings, RunSettings, Settings, changed_fields, load_settings, replace_settings
+from training.settings import MachineSettings, Settings, changed_fields, load_settings, replace_settings
 from training.step import split_batch
+from training.weights import initial_model
 
 SHORTER = 0.4  # share of the steps with shorter sequences than --sequence-length, with --first-sequence-length
 COMPILERS = ("g++", "clang++", "c++", "cl")
@@ -202,51 +200,6 @@ def prepare_corpus(settings: Settings, last: Path | None = None) -> Text:
     return prepare(settings.data, tokenizer, settings.model.vocab_size)
 
 
-def initial_model(settings: Settings, dtype: torch.dtype, last: Path | None = None) -> Decoder:
-    """The model on the CPU, with the weights of the checkpoint `last`, else of --init-from, else random ones."""
-    run = settings.run
-    if run.lora is not None:
-        model = lora_model(settings, dtype)
-    else:
-        model = Decoder(settings.model, seed=run.seed, compute_dtype=dtype)
-        if run.previous_token_head and settings.model.attention_bias:
-            attend_to_previous_token(model)
-        elif run.previous_token_head:
-            print("note: --previous-token-head does nothing without --attention-bias")
-        if run.init_from is not None and last is None:
-            load_parent(model, run)
-    if last is not None:
-        pretrained.load_weights(model, last)
-    return model
-
-
-def lora_model(settings: Settings, dtype: torch.dtype) -> Decoder:
-    """The model of --init-from, frozen, with a new adapter."""
-    run = settings.run
-    with reading(run.init_from, "the adapter needs the model that its run was started from, at the same path"):
-        model = pretrained.load_pretrained(run.init_from, compute_dtype=dtype, cast=True)
-    if model.config != settings.model:
-        raise UserError("--lora leaves the model as it is; leave out --norm and other flags of its shape.")
-    print(f"weights: those of {run.init_from}, frozen; LoRA of rank {run.lora}")
-    alpha = run.lora_alpha or 2 * run.lora
-    add_lora(model, {"r": run.lora, "lora_alpha": alpha, "base_model_name_or_path": run.init_from}, run.seed)
-    return model
-
-
-def load_parent(model: Decoder, run: RunSettings) -> None:
-    """Load the weights of --init-from, converted from LayerNorm to RMSNorm if that is what the norms are."""
-    new, dropped = pretrained.load_weights(model, run.init_from)
-    print(f"weights: those of {run.init_from}")
-    for what, names in (("new", new), ("dropped", dropped)):
-        if names:
-            print(f"  {len(names)} {what}: {', '.join(names)}")
-    parent = load_config(run.init_from)
-    is_layer_to_rms = parent.norm == "layer" and model.config.norm == "rms"
-    if run.center_weights and is_layer_to_rms and parent.norm_placement == "pre":
-        print("  LayerNorm to RMSNorm: weights centered")
-        center_residual_writers(model)
-
-
 def prepare_training(
     model: Decoder, settings: Settings, device: torch.device, processes: Processes
 ) -> tuple[nn.Module, torch.optim.Optimizer, torch.amp.GradScaler]:
@@ -271,7 +224,7 @@ def fixed_settings(settings: Settings) -> dict[str, object]:
     run = settings.run
     values = vars(run) | vars(settings.data) | vars(settings.optimizer)
     fixed = {name: values[name] for name in KEPT_SETTINGS} | vars(settings.model)
-    if run.lora is not None and Path(run.init_from).is_dir():  # if it is gone, `lora_model` says so
+    if run.lora is not None and Path(run.init_from).is_dir():  # if it is gone, `weights.lora_model` says so
         files = find_weight_files(Path(run.init_from))
         fixed["base_weights"] = " ".join(map(file_hash, files))  # an adapter means nothing on other weights
     return fixed
