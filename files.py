@@ -45,8 +45,10 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write instead of `path`, which has its old content or the new one after a kill at any instant."""
+    """A file to write instead of `path`, which has its old content or the new one after a kill at any instant. Its
+    folder is made."""
     new = path.with_name(path.name + ".new")
+    path.parent.mkdir(parents=True, exist_ok=True)
     new.unlink(missing_ok=True)  # in a folder of others it may be a link to any file
     with writing(new), new.open("xb") as file:
         yield file

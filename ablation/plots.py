@@ -1,26 +1,11 @@
 """The pictures of a report, which can be read at the width of a phone."""
 
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ablation.stats import Effect, mean_effect
 from ablation.study import Study
-from training.plot import COLOURS, use_chinese_fonts
-
-MUTED = "0.45"
-
-
-def panels(height: float, rows: int = 1) -> tuple[Figure, list[Axes]]:
-    """A figure of this height in inches and its axes, one below the other."""
-    use_chinese_fonts()
-    figure = Figure(figsize=(5.4, height), dpi=110, layout="constrained")  # 594 pixels wide
-    every = [*figure.subplots(rows, sharex=True, squeeze=False).flat]
-    for axes in every:
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=9)
-    return figure, every
+from training.plot import COLOURS, MUTED, panels
 
 
 def forest(effects: dict[str, Effect], xlabel: str, margin: float) -> Figure | None:

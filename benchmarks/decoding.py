@@ -172,7 +172,7 @@ def llama_cpp(case: Case) -> timing.Blocks:
     """
     import xllamacpp
 
-    from contrib.gguf import write_gguf
+    from contrib.gguf_file import write_gguf
     from data.train_tokenizer import train_tokenizer
 
     with tempfile.TemporaryDirectory(prefix="benchmark") as folder:  # the server has read the file when it is deleted

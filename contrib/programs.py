@@ -229,7 +229,7 @@ def llama_cpp(place: str, questions: Questions) -> Program:
     options = {"logits_all": True, "type_k": 0, "type_v": 0, "use_mmap": False, "verbose": False}
     with tempfile.TemporaryDirectory() as folder:
         if not place.endswith(".gguf"):
-            from contrib.gguf import write_gguf
+            from contrib.gguf_file import write_gguf
 
             write_gguf(find_checkpoint(place), Path(folder, "model.gguf"), "float32")
             place = f"{folder}/model.gguf"

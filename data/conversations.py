@@ -31,7 +31,7 @@ from errors import UserError, counted, note, reading
 from files import digest, replacing
 
 SHOWN_LINES = 20
-VERSION = 6  # version of the files; raised when the same conversations and tokenizer would give other rows or remarks
+VERSION = 7  # version of the files; raised when the same conversations and tokenizer would give other rows or remarks
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,8 @@ def encode_conversation(row: dict, chat: ChatFormat, row_length: int) -> tuple[C
         remarks.append(f"rows in which nothing uses the keys {', '.join(sorted(unused))}")
     if not_found:
         remarks.append("rows with answers not learned, as the template changes them when the conversation continues")
+    if chat.tokenizer.spells(ids.tolist()):
+        remarks.append("conversations whose characters this tokenizer spells in bytes; a model of such text is better")
     ends_answer = learned & ~np.append(learned[1:], False)
     if (ends_answer[:-1] & (ids[1:] == chat.end_of_turn)).any():
         remarks.append("conversations whose end-of-turn token is not learned, as {% generation %} leaves it out")

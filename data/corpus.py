@@ -5,6 +5,7 @@ CACHE/tokenizers/, units/ and conversations/   see the modules     CACHE/hub/   
 
 import hashlib
 import lzma
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,7 @@ class Corpus:
             fix = "a model whose tokenizer is made of this text, with enough pieces, is better"
             return [f"note: tokens are nearly single bytes; {fix}"]
         bytes_and_characters = sum(len(piece) == 1 or piece.startswith("<0x") for piece in self.tokenizer.vocabulary)
-        smaller = max(300, bytes_and_characters + 100, self.tokenizer.vocab_size // 4)
+        smaller = max(300, bytes_and_characters + 100)
         if self.has_long_tokens and smaller < self.tokenizer.vocab_size:
             fix = f"give a smaller --vocab-size, such as {smaller}"
             return [f"note: tokens are whole phrases, as the text is small or repeats itself; {fix}"]
@@ -132,10 +133,11 @@ def prepare(settings: DataSettings, tokenizer: str | Path | None = None, vocab_s
 
 
 def first_words(text: str) -> str:
-    """The first five words of a text, of the first line with a letter; at most 24 characters."""
+    """The first five words of a text, of the first line with a letter; at most 24 characters, up to a word's end."""
     line = next((line for line in text.split("\n") if any(map(str.isalpha, line))), text)
     words = " ".join(line.split()[:5]).rstrip("\ufffd")
-    return words if len(words) <= 24 else words[:24].rpartition(" ")[0] or words[:24]
+    whole = re.match(r".{1,24}(?=[\s，。；：、！？])", words, re.DOTALL)  # Chinese has punctuation and no spaces
+    return words if len(words) <= 24 else whole[0] if whole else words[:24]
 
 
 def count_last_tokens(stream: TokenStream, size: int, tokenizer: Tokenizer) -> int:

@@ -90,7 +90,7 @@ class Settings:
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
     jsonl: bool = False
     """Read prompts from standard input, one JSON text or object with "prompt" (with --chat or "messages") a line, and
-    write an object a line as texts end; its "row" is the number of the line that was read, from 0."""
+    write an object a line as texts end; its "row" is the number of the prompt, from 0 (empty lines do not count)."""
     seed: int = 1
     """Random seed. Sample i of a prompt is the same whatever else is in its batch, up to rounding."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()

@@ -89,8 +89,9 @@ def surgery(decoder: Decoder, ids: Sequence[int], change: str, norm: str | None 
 @torch.no_grad()
 def token_losses(decoder: Decoder, ids: Sequence[int], hooks: Mapping[nn.Module, Callable]) -> Tensor:
     """The losses (T - 1,) of one forward pass with these forward hooks of modules."""
-    if not 1 <= len(ids) <= min(MAX_TOKENS, decoder.config.max_position_embeddings):
-        raise UserError(f"the text has {len(ids)} tokens; give 1 to {MAX_TOKENS}, within the model's context.")
+    most = min(MAX_TOKENS, decoder.config.max_position_embeddings)
+    if not 1 <= len(ids) <= most:
+        raise UserError(f"the text has {len(ids)} tokens; give 1 to {most}.")
     tokens = torch.tensor([[*ids]], device=decoder.embed_tokens.weight.device)
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, decoder, "compute_dtype", decoder.compute_dtype)

@@ -11,11 +11,11 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ablation.plan import STUDIES, arm_settings, label
-from ablation.plots import COLOURS, MUTED, panels
 from ablation.stats import Effect, standard_error
 from ablation.study import Study, load
 from errors import run_main
 from files import replacing
+from training.plot import COLOURS, MUTED, panels
 
 CONTRASTS = {  # pairs of arms by their norm, each with and without a bias; the second of a pair is the baseline
     "RMSNorm minus LayerNorm": [("rms", "layer and bias")],

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from matplotlib import rcParams
 from matplotlib.figure import Figure
-from matplotlib.font_manager import fontManager
 from tyro.conf import Positional
 
-from ablation.plots import COLOURS, panels
 from checkpoints.find import find_checkpoint
 from checkpoints.pretrained import load_pretrained
 from data.tokenizer import load_tokenizer
 from errors import UserError, printable
 from model.inspect import Inspection, inspect
+from training.plot import COLOURS, panels, use_chinese_fonts
 
 LEGENDS = {
     "rms": "root mean square of what the norm reads",
@@ -56,8 +56,8 @@ def grid(inside: Inspection, tokens: list[str], show: str) -> Figure:
     low, high = shown.quantile(torch.tensor([0.05, 1])).tolist()  # single values near 0 would take most of the scale
     image = axes.imshow(shown.numpy(), norm="log", vmin=low, vmax=high, origin="lower", aspect="auto")
     axes.grid(False)
-    chinese = {font.name for font in fontManager.ttflist if "CJK" in font.name or "Hei" in font.name}
-    family = ["monospace", *sorted(chinese)]
+    use_chinese_fonts(*tokens)
+    family = ["monospace", *rcParams["font.family"]]
     axes.set_xticks(range(len(tokens)), tokens, rotation=90, family=family, fontsize=7, parse_math=False)
     axes.set_yticks(range(len(inside.norms)), inside.norms)
     ticks = [low, (low * high) ** 0.5, high]

@@ -70,7 +70,7 @@ TABLE = r"""
 - if not any(tensors[name].read().any() for name in zero_biases(config, model_type) if name in tensors):
 + if True:
 ! checkpoints/test_transformers.py::test_a_model_trained_further_by_transformers_has_equal_logits_here
-@ contrib/gguf.py
+@ contrib/gguf_file.py
 - tensor.unflatten(0, (-1, 2, config.resolved_head_dim // 2))
 + tensor.unflatten(0, (-1, config.resolved_head_dim // 2, 2))
 ! contrib/test_gguf.py::test_the_file_computes_the_same_logits_by_the_conventions_of_llama_cpp

@@ -3,33 +3,52 @@
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tyro
 
-from errors import UserError, printable, run_main
+from errors import UserError, note, printable, run_main
 from files import replacing
 from training import metrics
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # told apart without colour vision: Okabe and Ito 2008
+MUTED = "0.45"
 DASHES = ("-", "--", "-.", ":")
 CHINESE = ("Noto Sans CJK SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "Microsoft YaHei", "SimHei", "PingFang SC")
 SMOOTHED = 20  # steps whose mean is a point of the training loss
 
 
-def use_chinese_fonts() -> None:
-    """Draw Chinese names in a font of this machine; where there is none, as boxes without a warning."""
+def use_chinese_fonts(*texts: str) -> None:
+    """Draw Chinese in a font of this machine; where there is none, as boxes, and with a note if texts have some."""
     from matplotlib import font_manager, rcParams
 
     installed = {*font_manager.get_font_names()}
-    rcParams["font.family"] = ["DejaVu Sans", *(font for font in CHINESE if font in installed)]
+    fonts = [font for font in CHINESE if font in installed]
+    rcParams["font.family"] = ["DejaVu Sans", *fonts]
+    if not fonts and max("".join(texts), default="") >= "\u2e80":
+        note("no font for Chinese is installed, so pictures have boxes (Debian, Ubuntu: apt install fonts-noto-cjk)")
     warnings.filterwarnings("ignore", "Glyph .* missing from font")
+
+
+def panels(height: float, rows: int = 1) -> tuple[Any, list[Any]]:
+    """A figure of this height in inches, to be read on a phone, and its axes, one below the other."""
+    from matplotlib.figure import Figure
+
+    use_chinese_fonts()
+    figure = Figure(figsize=(5.4, height), dpi=110, layout="constrained")  # 594 pixels wide
+    every = [*figure.subplots(rows, sharex=True, squeeze=False).flat]
+    for axes in every:
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=9)
+    return figure, every
 
 
 def draw(runs: Sequence[Path], path: Path) -> None:
     from matplotlib.figure import Figure  # takes half a second to import: only when something is drawn
 
-    use_chinese_fonts()
+    use_chinese_fonts(*map(str, runs))
     axes = Figure(figsize=(8, 4.5), dpi=120, layout="constrained").add_subplot()
     for i, run in enumerate(runs):
         style = {"color": COLOURS[i % 4], "linestyle": DASHES[i % 4]}

@@ -84,11 +84,11 @@ def report_end(session: Session) -> None:
             pretrained.load_weights(session.model, best)
         print(samples(session, prompts))
     best_loss = state.best_validation_loss
-    # Where the loss has risen, more steps do not help.
-    is_last = best_loss in metrics.validation_losses(session.run_dir)[-1:]
-    if is_last and best_loss > math.log(session.model.config.vocab_size):
+    if best_loss > math.log(session.model.config.vocab_size):
         fix = "a smaller --vocab-size" if session.settings.run.init_from is None else "a larger --learning-rate"
-        print(f"note: it predicts this text worse than chance; give more text, more --steps or {fix}")
+        # Where the loss has risen, more steps do not help.
+        steps = "more" if best_loss in metrics.validation_losses(session.run_dir)[-1:] else "fewer"
+        print(f"note: it predicts this text worse than chance; give more text, {steps} --steps or {fix}")
     if corpus.chat or corpus.has_long_tokens:
         print(f"text hash {corpus.text_hash}")
     else:

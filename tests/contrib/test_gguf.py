@@ -20,7 +20,7 @@ from tests.checkpoints.test_transformers import LLAMA3
 from tests.conftest import randomize_trained
 
 gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install gguf")
-from contrib.gguf import DTYPES, write_gguf  # noqa: E402 - it imports gguf
+from contrib.gguf_file import DTYPES, write_gguf  # noqa: E402 - it imports gguf
 from tests.contrib.test_llama_cpp_vocab import Vocabulary  # noqa: E402
 
 ROOT = Path(__file__).parent.parent.parent

@@ -29,7 +29,7 @@ from tests.contrib.test_llama_cpp_vocab import ALPHABET, KNOWN
 
 xllamacpp = pytest.importorskip("xllamacpp", reason="needs llama.cpp: pip install xllamacpp")
 pytest.importorskip("gguf", reason="writing GGUF files needs the gguf package: pip install gguf")
-from contrib.gguf import write_gguf  # noqa: E402 - it imports gguf
+from contrib.gguf_file import write_gguf  # noqa: E402 - it imports gguf
 from tests.contrib.test_gguf import CASES  # noqa: E402
 
 pytestmark = pytest.mark.slow

@@ -199,7 +199,7 @@ def test_llama_cpp_alone_is_asked_about_a_gguf_file(good, compare, tmp_path, mon
     with pytest.raises(UserError, match=r"model\.gguf does not exist"):
         compare(model, other=str(file))
     pytest.importorskip("gguf")
-    from contrib.gguf import write_gguf
+    from contrib.gguf_file import write_gguf
 
     write_gguf(model, file)
     if not HAS_LLAMA_CPP:
