@@ -74,7 +74,7 @@ class CompareFlags:
         plan = starting_plan(self)
         if not self.quick:
             return plan
-        config = self.plan.config if self.plan.config != Plan.config else plan.config
+        config = self.plan.config or plan.config
         rates = plan.learning_rates[:1] if config == plan.config else ()
         rates = rates or (base_settings(config).optimizer.learning_rate,)
         name = f"{plan.name}-quick"
@@ -104,6 +104,8 @@ class JudgeFlags(CompareFlags, CampaignFlags):  # in --help the flags of the las
             raise UserError('--campaign judges an idea at a time: give it as --b "SETTING=VALUE", or as --pairs FILE.')
         if self.campaign and self.out:
             raise UserError("the results of an idea are in the folder of --campaign; leave out --out.")
+        if self.pairs and (self.dry_run or self.a is not None or self.b is not None):
+            raise UserError("--pairs has the losses of a and b, and trains nothing; leave out --a, --b and --dry-run.")
         command = self
         if self.campaign and self.b is not None:
             a, b = settings_of_idea(self.campaign, self.a, self.b)
@@ -119,7 +121,8 @@ def parse(arguments: list[str], command_type: type[CompareFlags] = CompareFlags)
     if command_type is JudgeFlags:
         options |= {"description": JUDGE_DESCRIPTION, "prog": "ablate.py judge"}
     without_help = [argument for argument in arguments if argument not in ("-h", "--help")]
-    first, unknown = parse_flags(command_type, args=without_help, return_unknown_args=True, **options)
+    nothing = command_type(plan=Plan(config=""))  # so that a --config that is given can be told from the default
+    first, unknown = parse_flags(command_type, args=without_help, default=nothing, return_unknown_args=True, **options)
     if any(word.startswith("--") for word in unknown):
         parse_flags(command_type, args=without_help, **options)  # raises what is wrong
     plan = first.default_plan()
@@ -180,7 +183,7 @@ def starting_plan(command: CompareFlags) -> Plan:
         plan = load_plan(find_plan(command.plan_file))
         words = [plan.name]
     else:
-        plan = Plan(config=command.plan.config)
+        plan = Plan(config=command.plan.config or Plan.config)
         words = []
     texts = [command.a, command.b, *command.varied]
     if not command.plan_file and plan.config != Plan.config:

@@ -2,6 +2,7 @@
 
 import difflib
 import re
+import shlex
 from pathlib import Path
 
 from checkpoints.weights import ADAPTER_CONFIG, INDEX, OTHER_FORMATS, SINGLE, check_format
@@ -54,14 +55,15 @@ def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Pat
         return directory, directory
     fields = read_json(directory / ADAPTER_CONFIG)
     base = fields.get("base_model_name_or_path")
-    advice = f"Give the model itself: python generate.py MODEL --adapter {directory}"
+    advice = f"Give the model itself: python generate.py MODEL --adapter {shlex.quote(str(directory))}"
     if not isinstance(base, str) or Path(base) in (Path(), directory):
         raise UserError(f"{directory} is an adapter of {base!r}, which is no model. {advice}")
     on_hub = fields.get("revision") and not Path(base).exists()
     try:
         return find_checkpoint(f"{base}@{fields['revision']}" if on_hub else base), directory
     except UserError as error:
-        raise UserError(f"{error} {advice}") from None
+        reason = str(error).partition(" Did you mean")[0]
+        raise UserError(f"{directory} is an adapter of a model that is not here: {reason} {advice}") from None
 
 
 def describe(directory: Path, adapter: str | None = None) -> str:

@@ -91,7 +91,8 @@ def compare(open_program: Callable, place: str, questions: Questions) -> tuple[s
             elif question == "loss per token" and abs(theirs - ours) <= loss_tolerance:
                 cells[question] = "equal"
             else:
-                cells[question] = "not asked" if theirs is None else difference(ours, theirs)
+                is_asked = theirs is not None and (ours, theirs) != ({}, {})  # there may be no chat template
+                cells[question] = difference(ours, theirs) if is_asked else "not asked"
     except Exception as error:
         word = "refused" if isinstance(error, REFUSALS) else f"crashed: {type(error).__name__}"
         cells["opens"] = f"{word}: {str(error).partition(chr(10))[0]:.120}"

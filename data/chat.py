@@ -81,8 +81,9 @@ def add_chat_template(tokenizer: Tokenizer) -> Tokenizer:
         return tokenizer
     # For other programs: special tokens are tokens where the template writes them, and <|end|> ends a text, too.
     config = tokenizer.config | {"chat_template": CHAT_TEMPLATE, "split_special_tokens": False}
-    eos_ids = [tokenizer.eos_id, ids["<|end|>"]]
-    generation_config = tokenizer.fields("generation_config.json") | {"eos_token_id": eos_ids}
+    saved = tokenizer.fields("generation_config.json").items()  # its sampling is for texts, not for answers
+    generation_config = {key: value for key, value in saved if key.endswith("token_id")}
+    generation_config["eos_token_id"] = [tokenizer.eos_id, ids["<|end|>"]]
     changed = {"tokenizer_config.json": config, "generation_config.json": generation_config}
     files = {name: json.dumps(fields, indent=2).encode() for name, fields in changed.items()}
     return Tokenizer(tokenizer.files | files, tokenizer.folder)

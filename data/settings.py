@@ -16,7 +16,7 @@ class DataSettings:
     it), shakespeare, tinystories (these two are downloaded)."""
     text_field: str = "text"  # Field of jsonl and parquet rows that contains the text.
     tokenizer: Annotated[str | None, optional("FILE")] = None  # A tokenizer or its folder. Default: made of the text.
-    validation_fraction: Fraction = 0.05  # Part of the text, in complete documents, that is held out (at most 4 MB).
+    validation_fraction: Fraction = 0.05  # Part of the text, in complete documents, that is held out (at most 8 MB).
     validation_salt: NonNegativeInt = 0  # Another number holds out other documents, to choose settings.
     cache: str = ".cache"  # Folder where trained tokenizers and tokenized texts are cached.
     sequence_length: PositiveInt = 256  # Tokens per sequence.

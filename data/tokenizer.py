@@ -179,7 +179,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     with reading(path, "give a tokenizer.json, or a byte-pair encoding with byte fallback that leaves text as it is"):
         files = files if path.name == "tokenizer.model" else {}
         config = json.loads(files.get("tokenizer_config.json", b"{}"))
-        made = tokenizer_files(content, {key: config[key] for key in (*NAMED, *CONFIG_FIELDS) if key in config})
+        kept = {key: config[key] for key in (*NAMED, *CONFIG_FIELDS) if key in config}
+        made = tokenizer_files(content, kept, "chat_template.jinja" in files or bool(kept.get("chat_template")))
     return Tokenizer(files | {"tokenizer.model": content} | made, path.parent)
 
 

@@ -19,7 +19,7 @@ SPACE = "▁"  # U+2581: how SentencePiece writes a space
 PIECE = ModelProto.SentencePiece
 
 
-def tokenizer_files(content: bytes, config: dict) -> dict[str, bytes]:
+def tokenizer_files(content: bytes, config: dict, has_template: bool = False) -> dict[str, bytes]:
     """The tokenizer_config.json, with the fields of `config`, and the tokenizer.json of a SentencePiece model."""
     model = read_model(content)
     ids = {piece.piece: i for i, piece in enumerate(model.pieces)}
@@ -44,7 +44,7 @@ def tokenizer_files(content: bytes, config: dict) -> dict[str, bytes]:
         "bos_token": bos,
         "eos_token": trainer.eos_piece if trainer.eos_piece in special else None,
         "unk_token": trainer.unk_piece,
-        "split_special_tokens": True,  # "</s>" in a text is four characters
+        "split_special_tokens": not has_template,  # "</s>" in a text is four characters; in a template's it is a token
         "clean_up_tokenization_spaces": False,
     }
     if not model.normalizer_spec.add_dummy_prefix:

@@ -1,7 +1,7 @@
 """From the directory of a model to what generates: its tokenizer, and its decoder in a dtype for inference."""
 
 import operator
-import shutil
+import tempfile
 from pathlib import Path
 
 import torch
@@ -67,11 +67,12 @@ def merge(directory: Path, adapter: str | None, new: Path) -> None:
     if checkpoint.adapter is None:
         raise UserError(f"--merge: {checkpoint.directory} is no adapter, and --adapter names none; nothing to merge.")
     decoder = load_pretrained(checkpoint)
-    unfinished = new.with_name(f"{new.name}.new")
-    shutil.rmtree(unfinished, ignore_errors=True)  # what an interrupted merge left
-    save_pretrained(decoder, unfinished, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
-    tokenizer.save(unfinished)
     fields = read_json(generation_config(checkpoint.directory, checkpoint.adapter))
     fields["eos_token_id"] = [tokenizer.eos_id, *sorted(ends - {tokenizer.eos_id})]
-    write_json(unfinished / "generation_config.json", fields)
-    unfinished.rename(new)
+    new.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=new.parent) as folder:
+        unfinished = Path(folder, new.name)
+        save_pretrained(decoder, unfinished, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id)
+        tokenizer.save(unfinished)
+        write_json(unfinished / "generation_config.json", fields)
+        unfinished.rename(new)

@@ -56,7 +56,7 @@ def set_rows(*names: str) -> list[dict]:
         add_row(link(study), comparison.differences, comparison.effect, verdict)
     sets = pairs_at_5e_4(names)
     first, *others = sets
-    add_row("these, a pilot and a sweep together", pd.concat(sets), pooled(sets), "exploratory")
+    add_row("these, a pilot and two sweeps together", pd.concat(sets), pooled(sets), "exploratory")
     without = f"the same without the {len(first)} pairs of the first"  # its pilot has other seeds, and stays
     add_row(without, pd.concat(others), pooled(others), "exploratory")
     return rows

@@ -29,7 +29,7 @@ from checkpoints.weights import find_weight_files
 from data.tokenizer import Tokenizer
 from errors import UserError, reading
 from files import fsync, replace_text
-from generation.settings import SMALL_MODEL_SAMPLING
+from generation.settings import small_model_sampling
 from model.decoder import Decoder
 from training.processes import Processes, distribute_like, owned_tensors, owner_ranks
 
@@ -74,11 +74,11 @@ def publish_save(last: Path, state: State, tokenizer: Tokenizer, *, is_best: boo
     _, new, _ = save_paths(last)
     tokenizer.save(new)
     generation = tokenizer.fields("generation_config.json")
-    if not generation and (new / "config.json").is_file():  # an adapter has none
+    is_adapter = not (new / "config.json").is_file()  # PEFT reads the sampling of its model
+    if not is_adapter and not {"do_sample", "temperature"} & generation.keys():
         bos = {} if tokenizer.bos_id is None else {"bos_token_id": tokenizer.bos_id}
-        generation = bos | {"eos_token_id": tokenizer.eos_id}
-    if generation and not {"do_sample", "temperature"} & generation.keys():
-        write_json(new / "generation_config.json", generation | {"do_sample": True} | vars(SMALL_MODEL_SAMPLING))
+        sampling = {"do_sample": True} | vars(small_model_sampling(chat=tokenizer.chat_template is not None))
+        write_json(new / "generation_config.json", bos | {"eos_token_id": tokenizer.eos_id} | generation | sampling)
     for kind in ("model", "training_state"):
         shards = [*new.glob(f"{kind}-*.safetensors")]
         names = {key: shard.name for shard in shards for key in safe_open(shard, "pt").keys()}  # noqa: SIM118

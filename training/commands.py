@@ -13,6 +13,7 @@ from checkpoints.pretrained import load_pretrained
 from errors import UserError, is_main_process
 from files import LOCK, locked
 from model.device import explain_out_of_memory
+from training.checkpoint import find_last
 from training.estimate import estimate
 from training.evaluate import evaluate
 from training.loop import train
@@ -27,6 +28,7 @@ def run(command: Command) -> int:
     """Run what the command line asks for; returns the exit status, 128 + the number of the signal that stopped it."""
     actions, settings = command.actions, command.settings
     stopped_by = 0
+    last = find_last(Path(actions.resume)) if actions.resume else None
     with explain_out_of_memory(f"too little memory; {LESS_MEMORY}."), explain_lost_process():
         if not (actions.dry_run or actions.prepare or actions.eval_only):
             stopped_by = train_in_own_folder(command) if is_main_process() else train_in_folder_of_main(command)
@@ -35,9 +37,9 @@ def run(command: Command) -> int:
         elif actions.dry_run:
             if actions.resume is None and settings.run.out is not None and Path(settings.run.out).exists():
                 print(f"note: {settings.run.out} exists; without --dry-run, give another --out")
-            estimate(settings)
+            estimate(settings, last)
         elif actions.prepare:
-            print(f"text: {prepare_corpus(settings).description}")
+            print(f"text: {prepare_corpus(settings, last).description}")
         else:
             evaluate_checkpoint(settings)
     return 128 + stopped_by if stopped_by else 0

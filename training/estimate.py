@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 import time
+from pathlib import Path
 
 import torch
 
@@ -26,8 +27,11 @@ MAX_TEXT = 30e6  # bytes of the files that a dry run prepares as training does: 
 BYTES_PER_TOKEN = 3.5  # of a larger text: see SAMPLE_SIZE in data/train_tokenizer.py
 
 
-def estimate(settings: Settings) -> float:
-    """Print what one process needs, and return the seconds of all steps, NaN where they are not measured."""
+def estimate(settings: Settings, last: Path | None = None) -> float:
+    """Print what one process needs, and return the seconds of all steps, NaN where they are not measured.
+
+    last: the save of a run that is resumed, whose tokenizer it keeps.
+    """
     device, dtype = use_machine(settings.machine)
     check_machine(settings, device, ALONE)
     data, steps, rank = settings.data, settings.optimizer.steps, settings.run.lora
@@ -37,7 +41,7 @@ def estimate(settings: Settings) -> float:
         files = resolve(data)
         size = sum(file.size for file in files)
         if size < MAX_TEXT or find_conversations(files):
-            settings, corpus = open_text(settings, None)
+            settings, corpus = open_text(settings, last)
         else:
             print(f"text: {epochs(tokens, size / BYTES_PER_TOKEN)}, if a token has {BYTES_PER_TOKEN} bytes")
     model = settings.model

@@ -11,7 +11,7 @@ from checkpoints import pretrained
 from data.tokenizer import encode_prompt, tokens_after
 from errors import counted, printable
 from generation.generate import generate
-from generation.settings import SMALL_MODEL_SAMPLING
+from generation.settings import small_model_sampling
 from training import checkpoint, metrics, plot
 from training.evaluate import Evaluation
 from training.session import Session
@@ -51,7 +51,8 @@ def samples(session: Session, prompts: Sequence[str]) -> str:
     chat, tokenizer = session.corpus.chat, session.corpus.tokenizer
     context = session.model.config.max_position_embeddings
     new = min(SAMPLE_TOKENS, context - 1)
-    options = dict(max_new_tokens=new, vocab_size=tokenizer.vocab_size, sampling=SMALL_MODEL_SAMPLING)
+    sampling = small_model_sampling(chat=chat is not None)
+    options = dict(max_new_tokens=new, vocab_size=tokenizer.vocab_size, sampling=sampling)
     options["eos_ids"] = {tokenizer.eos_id, *(chat.ends if chat else ())}
     texts = []
     session.model.eval()

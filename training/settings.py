@@ -43,6 +43,8 @@ class Actions:
     def __post_init__(self) -> None:
         if [self.prepare, self.eval_only, self.dry_run].count(True) > 1:
             raise UserError("--prepare, --eval-only and --dry-run exclude each other; give one.")
+        if self.eval_only and self.resume:
+            raise UserError(f"--eval-only evaluates --init-from {self.resume}; leave out --resume.")
 
 
 @dataclass(frozen=True)

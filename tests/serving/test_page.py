@@ -244,7 +244,7 @@ def test_a_head_and_a_change_of_the_norms_color_the_text_and_a_long_text_is_refu
             assert (tokens.evaluate_all(second) == "better") == (differences[0] < 0)
         window.fill("#prompt", "ab " * 3000)
         window.click("#go")
-        wait(window, "give 1 to 1024, within the model's context")
+        wait(window, "give 1 to 1024")
         assert window.locator(".cells").count() == 0 and tokens.count() == 0
         window.select_option("#mode", "complete")
         assert window.locator("#meaning").is_hidden() and window.locator("#legend").is_visible()

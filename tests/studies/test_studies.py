@@ -52,9 +52,14 @@ def test_they_are_the_effects_of_a_grid_and_drawn_for_every_study():
     for effect, name in zip(factorial.effects, ("no mean", "no bias"), strict=False):
         assert contrasts(factorial)[""][name].interval == pytest.approx(effect.interval)
     drawn = draw([factorial, budget]).axes[0]
-    assert [len(pairs) for pairs in pairs_at_5e_4(["factorial"])] == [30, 8, 3]  # its pilot, and a sweep of another
+    assert [len(pairs) for pairs in pairs_at_5e_4(["factorial"])] == [
+        30,
+        8,
+        3,
+        3,
+    ]  # its pilot, and sweeps of two others
     rows = ["small model, 2,400 steps\n30 pairs", "small model, 600 steps\n6 pairs"]
-    rows.append("all at rate 5e-4, exploratory\n77 pairs")
+    rows.append("all at rate 5e-4, exploratory\n80 pairs")
     assert [label.get_text() for label in drawn.get_yticklabels()] == rows
 
 

@@ -13,7 +13,7 @@ import generate
 from checkpoints.families import load_config
 from checkpoints.pretrained import load_pretrained, open_checkpoint
 from errors import UserError
-from generation.settings import SMALL_MODEL_SAMPLING
+from generation.settings import small_model_sampling
 from tests.conftest import edit_json, edit_tensors
 from tests.training.runs import (
     assert_equal_tensors,
@@ -72,7 +72,7 @@ def test_a_converted_norm_keeps_the_biases_of_the_run_unless_they_are_dropped(la
 @pytest.mark.parametrize("tokenizer", ["tokenizer.model", "tokenizer.json"])
 def test_a_run_keeps_the_generation_config_of_its_parent_and_writes_one_if_it_has_none(flags, run, tmp_path, tokenizer):
     path = run / "best" / "generation_config.json"
-    sampling = {"do_sample": True} | vars(SMALL_MODEL_SAMPLING)
+    sampling = {"do_sample": True} | vars(small_model_sampling(chat=False))
     assert json.loads(path.read_text()) == {"bos_token_id": 1, "eos_token_id": 2} | sampling
     content = '{"eos_token_id": [2, 7], "temperature": 0.6, "do_sample": true}'
     path.write_text(content)
