@@ -27,10 +27,10 @@ from files import digest
 
 # Characters. A tokenizer of Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
 SAMPLE_SIZE = 10_000_000
-COVERAGE = 0.9995  # of the text by characters that are pieces: the rarest are left to the bytes
 TRAINER_OPTIONS = dict(
     model_type="bpe",
     byte_fallback=True,  # a character without a piece becomes its UTF-8 bytes, so no text is unknown
+    character_coverage=0.9995,  # the rarest characters are left to the bytes
     required_chars="▁",  # a space, which would come back as ▁ where a text has few
     normalization_rule_name="identity",
     add_dummy_prefix=False,
@@ -95,27 +95,27 @@ def sample_text(files: list[TextFile], settings: DataSettings) -> list[str]:
     return [block for _, block in sample]
 
 
-def train_tokenizer(texts: Sequence[str], vocab_size: int, coverage: float = COVERAGE) -> Tokenizer:
+def train_tokenizer(texts: Sequence[str], vocab_size: int, *, has_rare: bool = True) -> Tokenizer:
     """Train a byte-pair encoding of at most `vocab_size` pieces. None has a newline or a tab: those are bytes.
 
-    coverage: share of the text whose characters are pieces; lower where these are too many.
+    has_rare: whether there may be characters to leave out where they are too many for the vocabulary.
     """
     import sentencepiece
 
     if not any(texts):
         raise UserError("there is no text in the files that were named; give files that contain text.")
     model = io.BytesIO()
-    options = TRAINER_OPTIONS | {"vocab_size": vocab_size, "character_coverage": coverage}
+    options = TRAINER_OPTIONS | {"vocab_size": vocab_size}
     try:
         sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines(texts), model_writer=model, **options)
     except (RuntimeError, ValueError, OSError) as error:
         too_small = re.search(r"smaller than required_chars. \d+ vs (\d+)", str(error))
         most = (vocab_size - 270) // 2  # characters, as many as longer pieces; 270 are bytes and special tokens
-        if too_small and coverage == COVERAGE and most > 0:
+        if too_small and has_rare and most > 0:
             note(f"rare characters are spelled in bytes, as --vocab-size is {vocab_size} and they need {too_small[1]}")
-            counts = Counter(itertools.chain.from_iterable(lines(texts)))
-            share = sum(count for _, count in counts.most_common(most)) / counts.total()
-            return train_tokenizer(texts, vocab_size, share - 1e-9)
+            ranked = Counter(itertools.chain.from_iterable(texts)).most_common()
+            left_out = {ord(character): "\n" for character, _ in ranked[most:]}
+            return train_tokenizer([text.translate(left_out) for text in texts], vocab_size, has_rare=False)
         if too_small:
             raise UserError(f"--vocab-size {vocab_size}: this text needs {too_small[1]} or more.") from None
         raise UserError(f"no tokenizer could be trained on this text ({error}); give more text.") from None

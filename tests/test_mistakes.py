@@ -49,6 +49,7 @@ train --init-from RUN --lora 4 --norm layer -> --lora leaves the model as it is;
 train --init-from RUN --lora 4 --optimizer muon -> LoRA needs --optimizer adamw\.
 train --init-from BAD/lfs -> .*lfs/model.safetensors .*git lfs pull
 train --eval-only -> --eval-only needs --init-from
+train --eval-only --resume RUN -> --eval-only evaluates --init-from .*RUN; leave out --resume
 train --eval-only --prepare -> --prepare, --eval-only and --dry-run exclude each other; give one
 train --eval-only RUN --data x -> --eval-only takes no value; a run is named by --init-from .*RUN
 train --init-from RUN/best/model.safetensors -> .*model.safetensors is a file; give the directory

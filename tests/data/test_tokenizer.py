@@ -114,19 +114,6 @@ def test_pieces_of_the_same_score_that_are_no_runs_of_two_and_more_are_refused(t
         merges(ModelProto(pieces=pieces))
 
 
-@pytest.mark.parametrize("model_type", [None, "llama", "qwen3", "stablelm"])
-def test_autotokenizer_gives_the_same_ids_in_every_family(ours, tmp_path, model_type):
-    ours.save(tmp_path)
-    if model_type:
-        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
-    auto = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert (auto.bos_token_id, auto.eos_token_id) == (ours.bos_id, ours.eos_id)
-    assert auto.add_prefix_space is False  # what llama.cpp's converter reads
-    for text in ["", " a", "</s><s><unk>", "<0x0A>\n", "\t\tif x:\r\n", "Grüße 😀", "a .  b , c n't", " " * 33, "\0"]:
-        assert auto(text).input_ids == [ours.bos_id, *ours.encode(text)], text
-        assert auto.decode(ours.encode(text)) == text
-
-
 @pytest.mark.parametrize("name", ["ours", "llama", "qwen"])
 def test_a_saved_tokenizer_loads_as_the_same_tokenizer_and_saves_the_same_files(name, tmp_path, request):
     tokenizer, folders = request.getfixturevalue(name), [tmp_path / "one", tmp_path / "two"]
@@ -146,6 +133,7 @@ def test_a_folder_with_a_model_alone_keeps_its_configuration_and_its_chat_templa
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false, "chat_template": "x"}')
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.bos_id is None and tokenizer.config["chat_template"] == "x" and tokenizer.eos_id == 2
+    assert llama.config["split_special_tokens"] and not tokenizer.config["split_special_tokens"]  # <s> of a template
     tokenizer.save(tmp_path)
     assert load_tokenizer(tmp_path).hash == tokenizer.hash and (tmp_path / "tokenizer.json").is_file()
 
@@ -243,6 +231,14 @@ def test_a_vocabulary_that_does_not_fit_the_model_is_refused(ours, tmp_path):
     check_vocabulary(load_tokenizer(edited(ours, tmp_path / "a", pad_token="<pad>")), 2000)  # text never gives it
     with pytest.raises(UserError, match="2,001 ids"):
         check_vocabulary(load_tokenizer(edited(ours, tmp_path / "b", eos_token="<end>")), 2000)
+
+
+def test_rare_characters_of_a_text_with_too_many_for_the_vocabulary_are_bytes():
+    often, rare = "今天天气很好", "".join(map(chr, range(0x4E00, 0x4E00 + 900)))
+    tokenizer = train_tokenizer([often] * 99 + [rare], 800)
+    assert tokenizer.vocab_size <= 800 and {*often} < tokenizer.vocabulary.keys()
+    assert tokenizer.config["add_prefix_space"] is False and tokenizer.decode(tokenizer.encode(rare)) == rare
+    assert tokenizer.spells(tokenizer.encode(rare)) and not tokenizer.spells(tokenizer.encode(often))
 
 
 def test_a_space_stays_a_space_where_the_text_has_few_or_none():
