@@ -225,7 +225,7 @@ def write_report(folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(meta
         path = judge.load_campaign(Path(folder)).write_report()
     else:
         path = report.write(study.load(find_plan(folder).parent), find_plan(folder).parent)
-    print(printable(f"written: {path}"))
+    print(f"written: {path}")
     return 0
 
 
@@ -265,7 +265,7 @@ def judge_idea(command: JudgeFlags) -> int:
 
 def main() -> int:
     """Do what the command line says; returns the exit status."""
-    fit_stdout()
+    fit_stdout(printable)  # also what others wrote
     subcommand = sys.argv[1] if len(sys.argv) > 1 else ""
     if subcommand == "report":
         return call_with_flags(write_report, args=sys.argv[2:], prog="ablate.py report")

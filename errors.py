@@ -148,7 +148,6 @@ def open_closed_streams() -> None:
 
 
 def exit_with(message: str, status: int) -> NoReturn:
-    """Print the message to standard error and exit."""
     let_main_process_print_first(status)
     print_or_discard("", sys.stdout)
     if message:

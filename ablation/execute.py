@@ -83,7 +83,6 @@ class Experiment:
 
 
 def local_workers(torch_device: str, jobs: int | None) -> list[str]:
-    """The torch device of each worker."""
     if jobs is not None and jobs < 1:
         raise UserError(f"--jobs {jobs} must be at least 1.")
     chosen = choose_device(torch_device)
@@ -280,5 +279,5 @@ def compare(
             execute(experiment, start)
             last_lines = report.headline(experiment.study)
         path = report.write(experiment.study, folder)
-    print(printable(f"report: {path}"), *last_lines, sep="\n")
+    print(f"report: {path}", *last_lines, sep="\n")
     return int(any(row.status == "failed" for row in experiment.rows))

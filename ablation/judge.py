@@ -14,7 +14,6 @@ verdicts, as long as this holds given all that happened before: so each has new 
 import dataclasses
 import functools
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from ablation.records import Verdict, append, read_lines
 from ablation.report import save_table, table
 from ablation.stats import SIGNIFICANCE, mean_effect, six_digits, standard_error
 from ablation.study import Study
-from errors import UserError, reading
+from errors import UserError, log, reading
 from files import replace_text
 
 LOOKS = 5
@@ -114,8 +113,6 @@ def lond_level(fdr: float, number: int, keeps: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerLine(Verdict):
-    """A verdict in a campaign."""
-
     seeds: list[int]  # also those that an early verdict left unused
     fdr: float
     next_baseline: str
@@ -238,8 +235,7 @@ def judge_pairs(path: Path, campaign: Campaign | None) -> None:
     """Print verdicts on a table of losses as JSON: one test of all pairs of an idea; without those in the ledger."""
     ideas = read_pairs(path)
     if len(ideas) > 1 and not campaign:
-        text = "note: --campaign FOLDER limits how many of several ideas, each with its own seeds, are kept wrongly"
-        print(text, file=sys.stderr)
+        log("note: --campaign FOLDER limits how many of several ideas, each with its own seeds, are kept wrongly")
     judged_seeds = set()
     if campaign:
         idea_by_seed = {seed: line.idea for line in campaign.ledger for seed in line.seeds}
@@ -252,7 +248,7 @@ def judge_pairs(path: Path, campaign: Campaign | None) -> None:
     for idea, pairs in ideas.items():
         seeds = sorted(map(int, pairs.index))
         if judged_seeds & {*seeds}:
-            print(f"{idea} has a verdict: {campaign.folder / 'report.md'}", file=sys.stderr)
+            log(f"{idea} has a verdict: {campaign.folder / 'report.md'}")
             continue
         if np.ptp(pairs) < 1e-9 * abs(pairs).max():  # a test would be certain of it
             raise UserError(f"{path}: all differences of {idea} are equal; give the losses with more digits.")

@@ -27,7 +27,6 @@ deeper half. Cosine with ones: 1 where all channels of the stream are equal; a m
 
 
 def plan_in_words(study: Study, workers: int) -> str:
-    """The plan in words before it runs."""
     rates = [*study.sweep.columns] or sorted({*study.chosen_learning_rates.values()})
     sweep = " (a sweep; --lr X leaves it out)" if study.sweep_runs else ""
     limit = f"at most {study.plan.hours:g} hours in all, and Ctrl-C stops it until the same command resumes it"
@@ -187,7 +186,7 @@ def about(study: Study) -> str:
     """How the arms were compared, in words."""
     plan = study.plan
     of_arms = [arm_settings(plan, arm) for arm in plan.all_arms.values()]
-    steps = ", ".join(f"{steps:,}" for steps in {settings.optimizer.steps for settings in of_arms})
+    steps = ", ".join(f"{steps:,}" for steps in sorted({settings.optimizer.steps for settings in of_arms}))
     sentences = [
         f"Final validation loss minus that of the baseline over paired seeds, {steps} steps: means and 95% intervals.",
         f"Differences within {plan.margin:g} {study.unit}, shaded in pictures, count as equivalent.",
@@ -221,7 +220,6 @@ def equal_in_each_seed(rows: pd.DataFrame, column: str) -> bool:
 
 
 def comparison_row(study: Study, c: Comparison) -> dict:
-    """A row of the table of comparisons."""
     worth = study.in_steps(c.baseline, c.effect.estimate, c.effect.interval)
     return {
         "arm": c.effect.name,

@@ -216,7 +216,6 @@ class Study:
 
 
 def load(folder: Path) -> Study:
-    """The study of a folder of results."""
     if not (folder / "runs.jsonl").is_file():
         raise UserError(f"{folder} has no runs.jsonl; give the folder of an experiment that has begun.")
     return Study(load_plan(folder / "plan.toml"), as_table(read_rows(folder)))

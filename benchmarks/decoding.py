@@ -52,8 +52,6 @@ WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 
 class Case(NamedTuple):
-    """What is decoded."""
-
     shape: str  # a key of SHAPES
     prompt: int  # tokens
     sequences: int

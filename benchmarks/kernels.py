@@ -36,8 +36,6 @@ LOSSES = {"cuda": [(8192, 1024, 50304), (8192, 4096, 131072)], "cpu": [(4096, 25
 
 @dataclass
 class Case:
-    """One kernel on one shape."""
-
     name: str
     make: Callable[[], tuple]  # new random inputs, tensors or None
     variants: dict[str, Callable]  # functions of the inputs that return tuples
@@ -46,7 +44,6 @@ class Case:
 
 
 def all_cases(device: torch.device) -> list[Case]:
-    """The cases of a device."""
     cases = []
     for kind, shape, after in itertools.product(("rms", "layer"), NORMS[device.type], (False, True)):
         cases.append(norm_case(device, kind, *shape, after))
@@ -93,8 +90,6 @@ def norm_case(device: torch.device, kind: str, rows: int, width: int, after_addi
 
 
 def mlp_case(device: torch.device, rows: int, hidden: int, width: int) -> Case:
-    """The SwiGLU MLP."""
-
     def make():
         matrices = {"mean": 0.0, "std": hidden**-0.5}
         gate_up, down = random(device, 2 * width, hidden, **matrices), random(device, hidden, width, **matrices)

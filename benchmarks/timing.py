@@ -107,8 +107,6 @@ def multiplying(device: torch.device, dtype: torch.dtype) -> Blocks:
 
 @dataclass
 class Table:
-    """What one comparison measured."""
-
     title: str
     tokens: int | None  # of a call of the last section
     limits: dict[str, float]  # by section: the seconds that the machine's rate allows

@@ -27,8 +27,6 @@ from training.step import train_step
 
 
 class Variant(NamedTuple):
-    """A way to compute a training step."""
-
     kernels: str  # what `kernels.use` is told
     compiled: bool = False
     ours: bool = True  # else transformers

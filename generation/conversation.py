@@ -54,7 +54,6 @@ class Conversation:
                 log("\n/quit leaves")
 
     def answer(self, text: str) -> None:
-        """Generate the answer to `text` and write it."""
         messages, prompt = self.drop_oldest_turns([*self.messages, {"role": "user", "content": text}])
         stream = TextStream(self.chat.tokenizer, self.settings.stop)
         try:

@@ -122,7 +122,6 @@ class Settings:
 
     @property
     def token_limit(self) -> int:
-        """Maximum number of tokens to generate per text."""
         default = 2048 if self.chat else 200
         return default if self.max_new_tokens is None else self.max_new_tokens
 

@@ -247,8 +247,6 @@ def rotary_backward(
 
 
 class FusedRotary(torch.autograd.Function):
-    """See `rotary`."""
-
     @staticmethod
     def forward(ctx, qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, eps):
         """Keeps the tables, and qkv only if the norm of each head needs it again."""

@@ -139,7 +139,6 @@ async def read_body(http: requests.Request) -> bytes:
 
 
 def refuse(http: requests.Request, error: Exception) -> responses.JSONResponse:
-    """An error in OpenAI's format."""
     if isinstance(error, exceptions.HTTPException):
         status, message = error.status_code, error.detail
         if status == 405:

@@ -65,7 +65,6 @@ def judge(effect: Effect, low: float, high: float) -> str:
 
 
 def measured_effects(study: Study) -> list[Effect]:
-    """Everything that a study has measured."""
     pairs = itertools.permutations(study.plan.all_arms, 2)
     differences = [study.mean_loss(f"{arm} minus {base}", {arm: 1.0, base: -1.0}) for arm, base in pairs]
     return [*filter(None, differences), *study.effects, *sweeps(study), *streams(study)]
@@ -101,7 +100,6 @@ def streams(study: Study) -> Iterator[Effect]:
 
 
 def read_speed(record: str) -> list[Table]:
-    """The tables of a record in speed/."""
     return [Table(**table) for table in read_json(SPEED / f"{record}.json")["tables"]]
 
 

@@ -34,7 +34,6 @@ def load_study(name: str) -> Study:
 
 
 def title(study: Study, group: str = "") -> str:
-    """What these runs are, in words."""
     return study.plan.titles.get(group, f"{study.plan.name} {group}".strip())
 
 

@@ -111,6 +111,16 @@ def test_the_tables_of_a_document_are_what_the_records_give(document):
     assert text.count("<!-- table:") == text.count("<!-- end -->") == len(MARKED.findall(text))
 
 
+@pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
+def test_the_speeds_that_a_readme_repeats_are_those_of_the_notebook(name):
+    tables = "".join(match[0] for text in TEXTS.values() for match in MARKED.finditer(text))
+    rows = re.findall(
+        r"^\|[^|]+\|([^|]+\|[^|]+(?:torch\.compile|transformers|llama)[^|]*)\|$", TEXTS[ROOT / name], re.M
+    )
+    speeds = [speed for row in rows for speed in re.findall(r"(?<![\w.])\d[\d,.]+(?!\w)", row)]
+    assert len(speeds) == 17 and [speed for speed in speeds if speed not in tables] == []
+
+
 def test_a_table_that_differs_from_its_records_is_written_again_and_the_text_around_it_is_kept():
     marks = "<!-- table: contrasts factorial bias-2e-3 -->\n{}\n<!-- end -->\nafter\n"
     first, second = (filled(marks.format(text), depth=1) for text in ("| 0.5 |", ""))

@@ -218,7 +218,6 @@ def implied(given: Collection[str], settings: Settings, parent: ModelConfig | No
 
 
 def replace_settings(settings: Settings, changes: dict[str, Any]) -> Settings:
-    """The settings with those values changed."""
     tables = {}
     for name, table in vars(settings).items():
         tables[name] = dataclasses.replace(table, **{key: changes[key] for key in vars(table) if key in changes})
