@@ -69,20 +69,9 @@ class CompareFlags:
     def folder(self) -> Path:
         return self.out or Path("runs") / f"ablation-{self.plan.name}"
 
-    def default_plan(self) -> Plan:
-        """The plan that flags change: that of the file, of --vary, or of --a and --b; shorter with --quick."""
-        plan = starting_plan(self)
-        if not self.quick:
-            return plan
-        config = self.plan.config or plan.config
-        rates = plan.learning_rates[:1] if config == plan.config else ()
-        rates = rates or (base_settings(config).optimizer.learning_rate,)
-        name = f"{plan.name}-quick"
-        return dataclasses.replace(plan, name=name, seeds=3, steps=300, rerun_seeds=0, learning_rates=rates)
-
 
 @dataclass(frozen=True)
-class CampaignFlags:
+class JudgeFlags(CompareFlags):
     campaign: Annotated[Path | None, optional("FOLDER")] = None
     """The folder of many ideas. It gives the level, new seeds and, without --a, the baseline that --b changes"""
     fdr: Annotated[float | None, optional("SHARE")] = None
@@ -92,26 +81,35 @@ class CampaignFlags:
     """Losses of any program, a CSV (or .jsonl) file with the columns idea, seed, arm (a or b) and loss"""
 
 
-@dataclass(frozen=True)
-class JudgeFlags(CompareFlags, CampaignFlags):  # in --help the flags of the last stand first
-    def default_plan(self) -> Plan:
-        """The plan of a verdict; `UserError` for flags that do not go together."""
-        if self.quick:
-            raise UserError("--quick is not for judge, which needs ten pairs or more; leave it out.")
-        if not self.campaign and (self.adopt or self.fdr is not None):
-            raise UserError("--fdr and --adopt belong to judge --campaign FOLDER.")
-        if self.campaign and self.b is None and not self.pairs:  # the ledger names an idea by its settings
-            raise UserError('--campaign judges an idea at a time: give it as --b "SETTING=VALUE", or as --pairs FILE.')
-        if self.campaign and self.out:
-            raise UserError("the results of an idea are in the folder of --campaign; leave out --out.")
-        if self.pairs and (self.dry_run or self.a is not None or self.b is not None):
-            raise UserError("--pairs has the losses of a and b, and trains nothing; leave out --a, --b and --dry-run.")
-        command = self
-        if self.campaign and self.b is not None:
-            a, b = settings_of_idea(self.campaign, self.a, self.b)
-            command = dataclasses.replace(self, a=a, b=b)
-        plan = CompareFlags.default_plan(command)
-        return dataclasses.replace(plan, seeds=plan.seeds or JUDGED_PAIRS, rerun_seeds=0)
+def compare_plan(command: CompareFlags) -> Plan:
+    """The plan that flags change: that of the file, of --vary, or of --a and --b; shorter with --quick."""
+    plan = starting_plan(command)
+    if not command.quick:
+        return plan
+    config = command.plan.config or plan.config
+    rates = plan.learning_rates[:1] if config == plan.config else ()
+    rates = rates or (base_settings(config).optimizer.learning_rate,)
+    name = f"{plan.name}-quick"
+    return dataclasses.replace(plan, name=name, seeds=3, steps=300, rerun_seeds=0, learning_rates=rates)
+
+
+def judge_plan(command: JudgeFlags) -> Plan:
+    """The plan of a verdict; `UserError` for flags that do not go together."""
+    if command.quick:
+        raise UserError("--quick is not for judge, which needs ten pairs or more; leave it out.")
+    if not command.campaign and (command.adopt or command.fdr is not None):
+        raise UserError("--fdr and --adopt belong to judge --campaign FOLDER.")
+    if command.campaign and command.b is None and not command.pairs:  # the ledger names an idea by its settings
+        raise UserError('--campaign judges an idea at a time: give it as --b "SETTING=VALUE", or as --pairs FILE.')
+    if command.campaign and command.out:
+        raise UserError("the results of an idea are in the folder of --campaign; leave out --out.")
+    if command.pairs and (command.dry_run or command.a is not None or command.b is not None):
+        raise UserError("--pairs has the losses of a and b, and trains nothing; leave out --a, --b and --dry-run.")
+    if command.campaign and command.b is not None:
+        a, b = settings_of_idea(command.campaign, command.a, command.b)
+        command = dataclasses.replace(command, a=a, b=b)
+    plan = compare_plan(command)
+    return dataclasses.replace(plan, seeds=plan.seeds or JUDGED_PAIRS, rerun_seeds=0)
 
 
 def parse(arguments: list[str], command_type: type[CompareFlags] = CompareFlags) -> CompareFlags:
@@ -125,7 +123,7 @@ def parse(arguments: list[str], command_type: type[CompareFlags] = CompareFlags)
     first, unknown = parse_flags(command_type, args=without_help, default=nothing, return_unknown_args=True, **options)
     if any(word.startswith("--") for word in unknown):
         parse_flags(command_type, args=without_help, **options)  # raises what is wrong
-    plan = first.default_plan()
+    plan = judge_plan(first) if command_type is JudgeFlags else compare_plan(first)
     command = parse_flags(command_type, args=arguments, default=command_type(plan=plan), **options)
     suffix = ""
     for name in RUNS_DEPEND_ON:
@@ -138,14 +136,15 @@ def parse(arguments: list[str], command_type: type[CompareFlags] = CompareFlags)
 
 def check_words(arguments: list[str], command_type: type[CompareFlags]) -> None:
     """`UserError` for flags of train.py and judge."""
-    judge_flags = {field.name for field in dataclasses.fields(CampaignFlags)}
-    own = {field.name for kind in (JudgeFlags, Plan) for field in dataclasses.fields(kind)}
+    names = {kind: {f.name for f in dataclasses.fields(kind)} for kind in (CompareFlags, JudgeFlags, Plan)}
+    of_train = TYPES.keys() - names[JudgeFlags] - names[Plan] - {"learning_rate"}  # there is --learning-rates
+    of_judge = names[JudgeFlags] - names[CompareFlags]
     for word in arguments:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and name in TYPES.keys() - own - {"learning_rate"}:  # there is --learning-rates
+        if word.startswith("--") and name in of_train:
             use = f"--vary {name}=VALUE sets it in all runs, --vary {name}=VALUE,VALUE compares values"
             raise UserError(f"{word} is a setting of train.py; {use}.")
-        if word.startswith("--") and name in judge_flags and command_type is not JudgeFlags:
+        if word.startswith("--") and name in of_judge and command_type is not JudgeFlags:
             raise UserError(f"{word} belongs to judge: python ablate.py judge {word} ...")
 
 
