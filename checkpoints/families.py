@@ -238,8 +238,7 @@ def read_rope_scaling(rope: dict, fields: dict) -> dict | None:
         scaling["truncate"] = bool(rope.get("truncate", True))
         if "factor" in rope and rope["factor"] is None:
             scaling["factor"] = context / scaling[ORIGINAL_CONTEXT]
-        if scaling["attention_factor"] is None and isinstance(
-            scaling["factor"], int | float
-        ):  # Peng et al. 2023, equation 22
-            scaling["attention_factor"] = 0.1 * math.log(max(scaling["factor"], 1.0)) + 1
+        factor = scaling["factor"]
+        if scaling["attention_factor"] is None and isinstance(factor, int | float):  # Peng et al. 2023, equation 22
+            scaling["attention_factor"] = 0.1 * math.log(max(factor, 1.0)) + 1
     return scaling
