@@ -19,7 +19,16 @@ from errors import UserError
 from files import read_toml, replace_text
 from flags import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_fields, convert, nearest, optional
 from model.config import ModelConfig
-from training.settings import CONFIGS, Settings, config_path, implied, load_settings, read_table, replace_settings
+from training.settings import (
+    CONFIGS,
+    TEXT_SETTINGS,
+    Settings,
+    config_path,
+    implied,
+    load_settings,
+    read_table,
+    replace_settings,
+)  # fmt: skip
 
 STUDIES = CONFIGS.parent / "studies"
 MAX_SEEDS = 500  # final runs of an arm
@@ -27,7 +36,6 @@ JUDGED_PAIRS = 20  # without --seeds, the most that `judge` trains
 EVALUATIONS = 12  # along a run
 SWEEP_FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # multiples of the config's learning rate that a sweep tries
 RUN_SETTINGS = ("seed", "out", "device", "evaluate_every", "cache", "sample_prompts", "timeout_minutes")  # of no arm
-TEXT_SETTINGS = ("data", "text_field", "validation_fraction", "validation_salt")  # equal in all arms
 SETTINGS = [setting for table in dataclasses.fields(Settings) for setting in dataclasses.fields(table.type)]
 TYPES = {setting.name: setting.type for setting in SETTINGS if setting.name not in RUN_SETTINGS}  # names are unique
 

@@ -48,6 +48,9 @@ def run(
         eos_ids=eos_ids, vocab_size=tokenizer.vocab_size, drafts=settings.drafts,
     )  # fmt: skip
     if prompts is None:
+        [
+            *continue_prompts([[tokenizer.eos_id]], max_new_tokens=2)
+        ]  # what this compiles and imports, Ctrl-C cannot stop
         Conversation(continue_prompts, chat, settings, context).run()
     else:
         print_texts(continue_prompts, settings, tokenizer, texts, encoded)

@@ -88,8 +88,7 @@ def evaluate_checkpoint(settings: Settings) -> None:
     device, dtype = use_machine(settings.machine)
     corpus = prepare_corpus(settings)
     model = load_pretrained(directory, device=device, compute_dtype=dtype)
-    text = f"all of {', '.join(data.data)} (of its own text, a run has learned most)"
-    print(f"{directory} on {text}, in windows of {data.sequence_length} tokens")
+    print(f"{directory} on all of {', '.join(data.data)}, in windows of {data.sequence_length} tokens")
     sizes = data.sequence_length, data.micro_batch()
     count = sum(1 for _ in corpus.all_batches(*sizes))
     batches = tqdm(corpus.all_batches(*sizes), "evaluating", count, unit="batch", leave=False, disable=None)

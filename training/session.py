@@ -176,7 +176,7 @@ def print_advice(settings: Settings, corpus: Text, tokens: int) -> None:
     """Print what a new run on this text of so many tokens could do better."""
     rate, lora = settings.optimizer.learning_rate, settings.run.lora
     fewer = max(50, 10 * tokens // (settings.data.batch_size * settings.data.sequence_length))  # 10 epochs
-    if settings.optimizer.steps >= 3 * fewer and corpus.chat is None:
+    if settings.optimizer.steps >= 2 * fewer:
         print(f"note: a text is learned by heart when it is read so often; give more text, or --steps {fewer}")
     is_new_to_chats = corpus.chat is not None and load_tokenizer(settings.run.init_from).chat_template is None
     if is_new_to_chats and lora is not None:

@@ -26,6 +26,7 @@ from flags import Beta, Fraction, Name, NonNegativeFloat, NonNegativeInt, Option
 from model.config import NORMS, ModelConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"
+TEXT_SETTINGS = ("data", "text_field", "validation_fraction", "validation_salt")  # which text, and what is held out
 NEED_A_VALUE = ("--config", "--resume", "--init-from", "--init_from", "--norm", "--freeze")  # said before tyro does
 
 
@@ -194,6 +195,11 @@ def defaults(sources: argparse.Namespace, given: Collection[str]) -> Command:
         directory = str(find_checkpoint(init_from))
         parent = load_config(directory)
         changes = vars(parent) | {"init_from": directory}
+        of_run = Path(directory).parent / "settings.toml"
+        if settings.data.data == DataSettings.data and "data" not in given and of_run.is_file():
+            run = load_settings(of_run)  # without another text, that of the run
+            changes |= {name: getattr(run.data, name) for name in TEXT_SETTINGS}
+            changes["sample_prompts"] = run.run.sample_prompts
         if settings.model not in (ModelConfig(), parent):
             note(f"the model is that of {directory}; the [model] of --config {config} is not used.")
     if "data" in given:
