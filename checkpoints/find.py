@@ -40,6 +40,10 @@ def find_checkpoint(name: Path | str) -> Path:
 
 def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Path | None]:
     """The directories of a model and its adapter, if any; an adapter as `directory` holds or names its model."""
+    has_weights = any((directory / name).is_file() for name in (SINGLE, INDEX))
+    is_adapter = (directory / ADAPTER_CONFIG).is_file() and not has_weights
+    if adapter is not None and is_adapter:
+        raise UserError(f"{directory} is an adapter; leave out --adapter, or give its model.")
     if adapter is not None:
         adapter_directory = find_checkpoint(adapter)
         if not (adapter_directory / ADAPTER_CONFIG).is_file():
@@ -49,15 +53,16 @@ def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Pat
         if is_here and not any(place.samefile(directory) for place in (Path(base), *saves_in(Path(base)))):
             note(f"{adapter} was trained on {base}, not on {directory}: it fits only if their weights are equal")
         return directory, adapter_directory
-    if not (directory / ADAPTER_CONFIG).is_file():
-        return directory, None
-    if any((directory / name).is_file() for name in (SINGLE, INDEX)):  # as in transformers
-        return directory, directory
+    if not is_adapter:  # one beside weights is used, as in transformers
+        return directory, directory if (directory / ADAPTER_CONFIG).is_file() else None
     fields = read_json(directory / ADAPTER_CONFIG)
     base = fields.get("base_model_name_or_path")
     advice = f"Give the model itself: python generate.py MODEL --adapter {shlex.quote(str(directory))}"
     if not isinstance(base, str) or Path(base) in (Path(), directory):
         raise UserError(f"{directory} is an adapter of {base!r}, which is no model. {advice}")
+    for folder in directory.resolve().parents:  # it was saved relative to the folder of the command
+        if not Path(base).exists() and (folder / base).is_dir():
+            base = str(folder / base)
     on_hub = fields.get("revision") and not Path(base).exists()
     try:
         return find_checkpoint(f"{base}@{fields['revision']}" if on_hub else base), directory

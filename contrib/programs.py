@@ -95,7 +95,8 @@ def compare(open_program: Callable, place: str, questions: Questions) -> tuple[s
                 cells[question] = difference(ours, theirs) if is_asked else "not asked"
     except Exception as error:
         word = "refused" if isinstance(error, REFUSALS) else f"crashed: {type(error).__name__}"
-        cells["opens"] = f"{word}: {str(error).partition(chr(10))[0]:.120}"
+        fix = f"; pip install {error.name}" if isinstance(error, ModuleNotFoundError) else ""
+        cells["opens"] = f"{word}: {str(error).partition(chr(10))[0]:.120}{fix}"
     return name, cells
 
 

@@ -31,7 +31,7 @@ from errors import UserError, counted, note, reading
 from files import digest, replacing
 
 SHOWN_LINES = 20
-VERSION = 7  # version of the files; raised when the same conversations and tokenizer would give other rows or remarks
+VERSION = 8  # version of the files; raised when the same conversations and tokenizer would give other rows or remarks
 
 
 @dataclass(frozen=True)
@@ -200,10 +200,11 @@ def encode_conversation(row: dict, chat: ChatFormat, row_length: int) -> tuple[C
         remarks.append("conversations whose end-of-turn token is not learned, as {% generation %} leaves it out")
     length = len(ids)
     if length > row_length:
-        remarks.append("conversations cut after the last answer that fits into --sequence-length")
         length = max(np.flatnonzero(ends_answer[:row_length]), default=-1) + 1
     if not learned[1:length].any():
-        remarks.append("conversations dropped, as no answer is left to learn")
+        remarks.append("conversations dropped, as no answer is left to learn within --sequence-length")
+    elif length < len(ids):
+        remarks.append("conversations cut after the last answer that fits into --sequence-length")
     return Conversation(messages, ids[:length], learned[:length]), remarks
 
 

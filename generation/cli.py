@@ -10,7 +10,7 @@ import kernels
 from checkpoints.find import describe
 from data.chat import ChatFormat, Message
 from data.tokenizer import Tokenizer, encode_prompt, tokens_after
-from errors import log
+from errors import UserError, log
 from generation.conversation import Conversation, write
 from generation.generate import NewToken, check_prompts, generate
 from generation.load import load_decoder, open_model
@@ -31,7 +31,12 @@ def run(
         chat = ChatFormat(tokenizer, settings.system)
         eos_ids |= chat.ends
         questions = [[{"role": "user", "content": text}] if isinstance(text, str) else text for text in texts]
-        encoded = [*map(chat.encode, questions)]
+        encoded = []
+        for row, question in enumerate(questions):
+            try:
+                encoded.append(chat.encode(question))
+            except UserError as error:
+                raise UserError(f"row {row}: {error}" if settings.jsonl else str(error)) from None
     else:
         encoded = [encode_prompt(tokenizer, text) for text in texts]
     check_prompts(encoded, context)  # before the weights are read

@@ -48,7 +48,7 @@ def panels(height: float, rows: int = 1) -> tuple[Any, list[Any]]:
 def draw(runs: Sequence[Path], path: Path) -> None:
     from matplotlib.figure import Figure  # takes half a second to import: only when something is drawn
 
-    use_chinese_fonts(*map(str, runs))
+    use_chinese_fonts()
     axes = Figure(figsize=(8, 4.5), dpi=120, layout="constrained").add_subplot()
     for i, run in enumerate(runs):
         style = {"color": COLOURS[i % 4], "linestyle": DASHES[i % 4]}
@@ -84,6 +84,7 @@ def main(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path | None = None) 
     path = out or runs[0] / "loss.png"
     if path.suffix not in (".png", ".svg"):
         raise UserError(f"--out {path} must end in .png or .svg.")
+    use_chinese_fonts(*map(str, runs))
     draw(runs, path)
     print(printable(f"written: {path}"))
 

@@ -170,7 +170,7 @@ def test_other_lengths_changes_and_norms_are_refused(make_decoder):
     decoder = make_decoder(max_position_embeddings=2000)
     assert inspect(decoder, [3]).losses.shape == (0,)
     refused = {"has 0 tokens; give 1 to 1024": ([], "mean"), "has 1025 tokens": ([3] * 1025, "mean")}
-    refused |= {"changes are mean, bias": ([3], "means"), "norms are layers.0.input": ([3], "mean", "layers.0")}
+    refused |= {"changes are mean, bias": ([3], "means"), "norms are all, layers.0.input": ([3], "mean", "layers.0")}
     for words, arguments in refused.items():
         with pytest.raises(UserError, match=words):
             surgery(decoder, *arguments)
