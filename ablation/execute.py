@@ -230,7 +230,9 @@ def estimate_runs(experiment: Experiment, torch_device: str, level: float | None
     duration = format_time(seconds / len(experiment.workers))
     print(f"all runs that can start: {runs.total()}, {len(experiment.workers)} at once, about {duration} of training,")
     hours = experiment.plan.hours
-    more = "" if experiment.study.pairs else f"; then the final pairs, within {hours:g} hours in all"
+    study = experiment.study
+    is_all = study.pairs and not study.missing(study.sweep_runs)
+    more = "" if is_all else f"; then the final pairs, within {hours:g} hours in all"
     if seconds / len(experiment.workers) > 3600 * hours:
         more = f"; but it ends after {hours:g} hours (--hours), before all have run"
     print(f"  and start-up and evaluations, which short runs spend most of their time in{more}")

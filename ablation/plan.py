@@ -103,7 +103,8 @@ class Plan:
     perturbations: tuple[NonNegativeFloat, ...] = (1e-6, 0.05)
     """How much, relatively: rounding, and a change that means nothing"""
     first_seed: NonNegativeInt = 1  # Seed of the first final runs; the others follow
-    hours: PositiveFloat = 12.0  # The most that all runs may take, sweep and pilot included; 12 unless a plan says it
+    hours: Annotated[PositiveFloat, arg(help_behavior_hint="")] = 12.0
+    """The most that all runs may take, sweep and pilot included: 12, or what the plan says"""
     learning_rates: Annotated[tuple[PositiveFloat, ...], arg(help_behavior_hint="", aliases=("--lr",))] = ()
     """Several: a sweep. None: the config's, or a sweep if norm (not rms, layer), placement, MLP or optimizer differ"""
     sweep_seeds: PositiveInt = 3  # Runs of each arm at each learning rate of the sweep

@@ -20,8 +20,9 @@ MISSING = "-"
 COLUMNS = """p (Holm): of a paired t-test over the seeds, adjusted for the number of comparisons (Holm 1979), as
 intervals are not. p of equivalence: of two one-sided t-tests against the margin, adjusted likewise. std of a pair: of
 the differences over the seeds. Worth: training the baseline that much longer changes its loss as much, by the slope of
-its loss over log(steps), of runs of another length or its training curve. It would take: pairs that decide with a
-power of 80%, from the deviation of these pairs (in brackets from the ends of its interval)."""
+its loss over log(steps), of runs of another length or its training curve. It would take: pairs that, with a power of
+80%, show a difference as large as this or, if it is within the margin, equivalence, by the deviation of these pairs (in
+brackets by the ends of its interval)."""
 STREAM = """Mean / std in the stream: |mean| over the standard deviation of the residual stream, at the norms of the
 deeper half. Cosine with ones: 1 where all channels of the stream are equal; a mean over all norms."""
 
@@ -159,7 +160,7 @@ def markdown_text(study: Study, rows: list[dict], folder: Path, drawn: Collectio
     sections = [  # title, picture, text
         ("Differences", "differences", [about(study), table(differences), COLUMNS]),
         ("Effects of the grid", "effects", [table(effects)]),
-        ("Paired difference over steps, on a part of the validation text", "steps", []),
+        ("Paired difference over steps, on at most 16,384 tokens of the validation text", "steps", []),
         ("Arms", None, [table(arm_row(study, arm) for arm in study.plan.all_arms), STREAM]),
         ("Learning rates", "sweep", [table(study.sweep.reset_index().to_dict("records"))]),
         ("Rerun spread and placebo", None, [table(study.spread.reset_index().to_dict("records"))]),
