@@ -87,7 +87,7 @@ class Settings:
     """Maximum number of tokens to generate per text. Default: 200, in a chat 2048."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
     jsonl: bool = False
-    """Read prompts from standard input, one JSON text or object with "prompt" (with --chat or "messages") a line, and
+    """Read prompts from standard input, one JSON text or object with "prompt" (or "messages", with --chat) a line, and
     write an object a line as texts end; its "row" is the number of the prompt, from 0 (empty lines do not count)."""
     seed: int = 1
     """Random seed. Sample i of a prompt is the same whatever else is in its batch, up to rounding."""
@@ -183,7 +183,7 @@ def read_prompts(settings: Settings) -> list[str | list[dict]] | None:
 
 def read_json_prompt(line: bytes, number: int, chat: bool) -> str | list[dict]:
     """The prompt of a line of JSON, or in a chat the messages of a conversation."""
-    fix = 'give a JSON text, or an object with "prompt" (with --chat or "messages"), in each line'
+    fix = 'give a JSON text, or an object with "prompt", in each line; "messages" need --chat'
     with reading(f"line {number} of standard input", fix):
         row = msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8), type=str | dict)
         fields = {"prompt": row} if isinstance(row, str) else row
