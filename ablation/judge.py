@@ -253,9 +253,7 @@ def judge_pairs(path: Path, campaign: Campaign | None) -> None:
         if np.ptp(pairs) < 1e-9 * abs(pairs).max():  # a test would be certain of it
             raise UserError(f"{path}: all differences of {idea} are equal; give the losses with more digits.")
         if len(seeds) < 2 * LOOKS:
-            log(
-                f"note: {idea} has few pairs, {len(seeds)}: a test errs more often where differences are not normal"
-            )
+            log(f"note: {idea} has few pairs, {len(seeds)}: a test errs more often where differences are not normal")
         verdict = decide(pairs.to_numpy(), 1, [len(seeds)], campaign.level if campaign else SIGNIFICANCE)
         baseline = campaign.baseline if campaign else ""
         verdict = dataclasses.replace(verdict, baseline=baseline, idea=idea, unit=f"that of {path.name}")
