@@ -203,7 +203,9 @@ def test_tokenizer_template_and_ends_are_those_of_the_adapter_alone_beside_its_m
     add_chat_template(tokenizer).save(adapter)
     fields = {"do_sample": True, "temperature": 0.3, "eos_token_id": [5, tokenizer.eos_id]}
     (adapter / "generation_config.json").write_text(json.dumps(fields))
+    merged.with_name("merged.new").mkdir()  # somebody's own
     load.merge(checkpoint, str(adapter), merged)
+    assert merged.with_name("merged.new").is_dir()
     for directory, option in ((adapter, None), (checkpoint, str(adapter)), (merged, None)):
         _, opened, ends = load.open_model(directory, option)
         assert opened.chat_template is not None and ends == {5, tokenizer.eos_id}

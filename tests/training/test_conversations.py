@@ -93,6 +93,8 @@ def test_a_run_learns_to_answer_and_its_answers_end(chat_flags, chat_file, tmp_p
     assert lines[0]["validation_loss"] > 4 and lines[-1]["validation_loss"] < 0.6
     assert "nats per answer token" in out and "  | Say " in out and "  | > " in out
     assert "xz" not in out and "talk --chat" in out.splitlines()[-1]
+    saved = json.loads((tmp_path / "talk" / "best" / "generation_config.json").read_text())
+    assert (saved["do_sample"], saved["repetition_penalty"]) == (True, 1.0)
     # Without an end of the turn, answers would have sixteen tokens.
     settings = GenerationSettings(chat=True, sampling=Sampling(temperature=0), max_new_tokens=16)
     questions = [f"Say {word}, 31" for word in WORDS]
