@@ -15,20 +15,12 @@ from tyro.conf import Suppress, arg
 
 from checkpoints.families import load_config
 from checkpoints.find import find_checkpoint
+from data.settings import TEXT_SETTINGS
 from errors import UserError
 from files import read_toml, replace_text
 from flags import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, check_fields, convert, nearest, optional
 from model.config import ModelConfig
-from training.settings import (
-    CONFIGS,
-    TEXT_SETTINGS,
-    Settings,
-    config_path,
-    implied,
-    load_settings,
-    read_table,
-    replace_settings,
-)  # fmt: skip
+from training.settings import CONFIGS, Settings, config_path, implied, load_settings, read_table, replace_settings
 
 STUDIES = CONFIGS.parent / "studies"
 MAX_SEEDS = 500  # final runs of an arm

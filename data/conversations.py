@@ -194,7 +194,7 @@ def encode_conversation(row: dict, chat: ChatFormat, row_length: int) -> tuple[C
     if not_found:
         remarks.append("rows with answers not learned, as the template changes them when the conversation continues")
     if chat.tokenizer.spells(ids.tolist()):
-        remarks.append("conversations whose characters this tokenizer spells in bytes; a model of such text is better")
+        remarks.append("conversations of characters without tokens, in bytes; the base model needs text with them")
     ends_answer = learned & ~np.append(learned[1:], False)
     if (ends_answer[:-1] & (ids[1:] == chat.end_of_turn)).any():
         remarks.append("conversations whose end-of-turn token is not learned, as {% generation %} leaves it out")

@@ -5,6 +5,8 @@ from typing import Annotated
 
 from flags import Fraction, NonNegativeInt, OptionalInt, PositiveInt, optional
 
+TEXT_SETTINGS = ("data", "text_field", "validation_fraction", "validation_salt")  # which text, and what is held out
+
 
 @dataclass(frozen=True)
 class DataSettings:

@@ -53,9 +53,8 @@ def run(
         eos_ids=eos_ids, vocab_size=tokenizer.vocab_size, drafts=settings.drafts,
     )  # fmt: skip
     if prompts is None:
-        [
-            *continue_prompts([[tokenizer.eos_id]], max_new_tokens=2)
-        ]  # what this compiles and imports, Ctrl-C cannot stop
+        for _ in continue_prompts([[tokenizer.eos_id]], max_new_tokens=2):
+            pass  # imports and compiles, in which Ctrl-C would end the program, not an answer
         Conversation(continue_prompts, chat, settings, context).run()
     else:
         print_texts(continue_prompts, settings, tokenizer, texts, encoded)

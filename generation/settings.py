@@ -128,7 +128,7 @@ class Settings:
 
 def small_model_sampling(*, chat: bool) -> Sampling:
     """The sampling that is saved with a model trained here. Of 40 texts of the default run none loops; with a penalty
-    of 1.15 nine do. Answers need none (of 60 all end), and it misspells what was learned by heart."""
+    of 1.15 nine do. Answers get none: it misspells what was learned by heart."""
     return Sampling(repetition_penalty=1.0 if chat else 1.2, temperature=0.7, min_p=0.05)
 
 

@@ -18,15 +18,14 @@ import tyro
 
 import flags
 from checkpoints.families import load_config
-from checkpoints.find import find_checkpoint, newest_runs
-from data.settings import DataSettings
+from checkpoints.find import find_checkpoint, is_complete, newest_runs
+from data.settings import TEXT_SETTINGS, DataSettings
 from errors import UserError, note, reading
 from files import read_toml, replace_text
 from flags import Beta, Fraction, Name, NonNegativeFloat, NonNegativeInt, OptionalInt, PositiveFloat, PositiveInt
 from model.config import NORMS, ModelConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-TEXT_SETTINGS = ("data", "text_field", "validation_fraction", "validation_salt")  # which text, and what is held out
 NEED_A_VALUE = ("--config", "--resume", "--init-from", "--init_from", "--norm", "--freeze")  # said before tyro does
 
 
@@ -196,7 +195,8 @@ def defaults(sources: argparse.Namespace, given: Collection[str]) -> Command:
         parent = load_config(directory)
         changes = vars(parent) | {"init_from": directory}
         of_run = Path(directory).parent / "settings.toml"
-        if settings.data.data == DataSettings.data and "data" not in given and of_run.is_file():
+        is_run = is_complete(Path(directory)) and of_run.is_file()
+        if is_run and settings.data.data == DataSettings.data and "data" not in given:
             run = load_settings(of_run)  # without another text, that of the run
             changes |= {name: getattr(run.data, name) for name in TEXT_SETTINGS}
             changes["sample_prompts"] = run.run.sample_prompts
