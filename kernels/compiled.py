@@ -8,10 +8,28 @@ import numba
 import numpy as np
 import torch
 from numba.core.caching import FunctionCache
+from numba.core.codegen import CPUCodeLibrary
 from numba.extending import overload
 from torch import Tensor
 
 from errors import note
+
+optimize = CPUCodeLibrary._optimize_final_module
+
+
+def optimize_private_copies(library: CPUCodeLibrary) -> None:
+    """Numba optimizes copies of the functions that it links, but the process that compiles would run the originals.
+
+    Those round differently. Copies that are private are run here as well as by the processes that load them.
+    """
+    linked = {function.name for part in library._linking_libraries for function in part.get_defined_functions()}
+    for function in library._final_module.functions:
+        if function.name in linked and not function.is_declaration:
+            function.linkage = "internal"
+    optimize(library)
+
+
+CPUCodeLibrary._optimize_final_module = optimize_private_copies
 
 
 class LoopCache(FunctionCache):

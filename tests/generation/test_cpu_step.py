@@ -229,6 +229,23 @@ def test_where_the_disk_is_full_or_a_file_of_the_cache_is_cut_short_it_is_made_a
     assert len(files) == 2
 
 
+def test_the_process_that_compiles_computes_the_same_bits_as_those_that_load_its_loops(tmp_path):
+    code = """
+import hashlib, torch
+from kernels import cpu
+x, angles = torch.linspace(-3, 9, 512 * 320).view(512, 320), torch.linspace(0, 20, 64 * 32).view(64, 32)
+y, _ = cpu.normalize(x.requires_grad_(), torch.linspace(0.5, 2, 320), kind="rms", eps=1e-5)
+heads = cpu.rotary(torch.linspace(-2, 3, 64 * 192).view(1, 64, 192).bfloat16(), angles.cos(), angles.sin(), 1, 1)
+for result in (y, *torch.autograd.grad((y**3).sum(), x), *heads):
+    print(hashlib.sha256(result.detach().float().numpy().tobytes()).hexdigest())
+"""
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    done = [subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True) for _ in range(2)]
+    assert ["compiling" in process.stderr for process in done] == [True, False]
+    assert done[0].stdout == done[1].stdout and done[0].stdout.count("\n") == 5
+
+
 @pytest.mark.slow
 def test_where_no_cache_can_be_written_every_process_compiles(tmp_path):
     for folder in ("generation", "kernels"):
