@@ -32,6 +32,7 @@ def optional(metavar: str, **options: object) -> object:
     return arg(metavar=metavar, help_behavior_hint="", **options)
 
 
+LISTS = "--data --freeze --sample-prompts --learning-rates --perturbations --with --dtypes --norms --sequences".split()
 OptionalInt = Annotated[PositiveInt | None, optional("INT")]
 
 
@@ -60,8 +61,13 @@ def check_fields(table: object) -> None:
         object.__setattr__(table, field.name, value)  # it is frozen
 
 
-def check_dashes(arguments: Iterable[str]) -> None:
-    """`UserError` for a flag that begins with other dashes, as Chinese keyboards and text processors write them."""
+def check_arguments(arguments: list[str]) -> None:
+    """`UserError` for a flag of several values that is given twice, as the last alone would count; and for one that
+    begins with other dashes, as Chinese keyboards and text processors write them."""
+    names = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
+    for name in LISTS:
+        if names.count(name) > 1:
+            raise UserError(f"{name} is given twice; give it once, with all its values.")
     for argument in arguments:
         flag = argument.lstrip("-\u2010\u2013\u2014\uff0d")
         if re.match("-*[\u2010\u2013\u2014\uff0d]", argument) and re.fullmatch("[a-z][a-z-]+(=.*)?", flag):
@@ -71,7 +77,7 @@ def check_dashes(arguments: Iterable[str]) -> None:
 def parse_flags(kind: Callable, **options: object) -> Any:
     """`tyro.cli`, with a `UserError` in place of its box about a flag or value that it does not accept."""
     arguments = options.get("args", sys.argv[1:])
-    check_dashes(arguments)
+    check_arguments(arguments)
     if {"-h", "--help"} & {*arguments}:
         return tyro.cli(kind, **options)
     box = io.StringIO()

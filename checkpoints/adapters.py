@@ -5,12 +5,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from checkpoints.weights import ADAPTER_CONFIG, StoredTensor, find_weight_files
-from errors import reading
+from errors import note, reading
 from files import read_json
+from model.lora import fingerprint
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's names of tensors begin with it, and continue like Hugging Face's
@@ -31,6 +33,10 @@ def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[
         rank, scale = rank_and_scale(fields)
         [path] = find_weight_files(directory, WEIGHTS)
         tensors = load_file(path)
+        with safe_open(path, framework="pt") as file:
+            base = (file.metadata() or {}).get("base")
+        if base and base != fingerprint(stored["model.norm.weight"].read()):
+            note(f"the model's weights are not those that {directory} was trained for: train it again")
         for matrix in sorted({name.partition(".lora_")[0] for name in tensors if ".lora_" in name}):
             a = tensors.pop(f"{matrix}.lora_A.weight")
             b = tensors.pop(f"{matrix}.lora_B.weight")

@@ -59,7 +59,7 @@ def save_pretrained(
         targets = sorted({name.split(".")[-3] for name in tensors})
         fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "target_modules": targets}
         write_json(directory / ADAPTER_CONFIG, fields | decoder.lora)
-        save_tensors(tensors, directory / adapters.WEIGHTS)
+        save_tensors(tensors, directory / adapters.WEIGHTS, base=decoder.lora_base)
         return
     dtype = decoder.embed_tokens.weight.dtype
     dtype_name = str(dtype).removeprefix("torch.")
@@ -71,12 +71,12 @@ def save_pretrained(
     save_tensors({name: tensor.cpu() for name, tensor in tensors.items()}, directory / file)
 
 
-def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, **metadata: str) -> None:
     """Write contiguous tensors as a safetensors file; `OSError` when that fails."""
     path.touch()
     permissions = path.stat().st_mode  # the permissions of any new file; the library makes files for their owner only
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
+        save_file(tensors, path, metadata={"format": "pt", **metadata})
     except SafetensorError as error:
         raise OSError(f"{path} could not be written: {error}") from None
     path.chmod(permissions)

@@ -113,9 +113,9 @@ class Tokenizer:
         return {} if None in ids else dict(zip(ids, range(256), strict=True))
 
     def spells(self, ids: Iterable[int]) -> bool:
-        """Whether a third of the ids or more are bytes of characters that have no token."""
+        """Whether a tenth of the ids or more are bytes of characters that have no token."""
         are_parts = [self._byte_values.get(i, 0) >= 0x80 for i in ids]
-        return sum(are_parts) > len(are_parts) / 3
+        return sum(are_parts) > len(are_parts) / 10
 
     def token_bytes(self, token: int) -> bytes:
         """What a token stands for, special ones too: its text in UTF-8, or bytes that are no character alone."""

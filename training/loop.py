@@ -84,15 +84,13 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
 
 def open_run(session: Session) -> None:
     """Make the run folder, finish an interrupted save, shorten metrics.jsonl to it, and write settings.toml."""
-    run_dir, steps = session.run_dir, session.steps
+    run_dir = session.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     for name in ("last", "best"):
         checkpoint.recover_interrupted_save(run_dir / name)
     metrics.keep_until(run_dir, session.state.step)
     save_settings(session.settings, run_dir / "settings.toml")  # once nothing else can refuse to start
     print(f"run: {run_dir} (metrics.jsonl, settings.toml); Ctrl-C stops and saves", flush=True)
-    if session.settings.optimizer.warmup_steps >= steps >= 10 and session.state.step == 0:
-        print(f"note: the learning rate rises until the last step; better is --warmup-steps {steps // 10}")
 
 
 def evaluate_and_save(session: Session) -> None:

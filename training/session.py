@@ -174,10 +174,12 @@ def open_text(settings: Settings, last: Path | None) -> tuple[Settings, Text]:
 
 def print_advice(settings: Settings, corpus: Text, tokens: int) -> None:
     """Print what a new run on this text of so many tokens could do better."""
-    rate, lora = settings.optimizer.learning_rate, settings.run.lora
+    rate, steps, lora = settings.optimizer.learning_rate, settings.optimizer.steps, settings.run.lora
     fewer = max(50, 10 * tokens // (settings.data.batch_size * settings.data.sequence_length))  # 10 epochs
-    if settings.optimizer.steps >= 2 * fewer:
+    if steps >= 2 * fewer:
         print(f"note: a text is learned by heart when it is read so often; give more text, or --steps {fewer}")
+    if settings.optimizer.warmup_steps >= steps >= 10:
+        print(f"note: the learning rate rises until the last step; better is --warmup-steps {steps // 10}")
     is_new_to_chats = corpus.chat is not None and load_tokenizer(settings.run.init_from).chat_template is None
     if is_new_to_chats and lora is not None:
         print("note: the model has not seen the tokens of the roles, which an adapter hardly teaches; leave out --lora")
