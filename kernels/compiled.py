@@ -35,6 +35,10 @@ CPUCodeLibrary._optimize_final_module = optimize_private_copies
 class LoopCache(FunctionCache):
     """Numba's cache on disk, which raises errors for a damaged file and a full disk: then compile anew."""
 
+    def __init__(self, function: Callable) -> None:
+        super().__init__(function)  # which looks at changes of the function's own file
+        self._cache_file._source_stamp = self._cache_file._source_stamp, Path(__file__).stat().st_mtime_ns
+
     def load_overload(self, *arguments: object) -> object:
         try:
             machine_code = super().load_overload(*arguments)

@@ -215,7 +215,7 @@ def add_one(x):
     return x + 1
 
 
-def test_where_the_disk_is_full_or_a_file_of_the_cache_is_cut_short_it_is_made_again(tmp_path, monkeypatch):
+def test_where_the_disk_is_full_or_a_file_of_the_cache_is_cut_short_or_stale_it_is_made_again(tmp_path, monkeypatch):
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda *paths: os.stat("/dev/null/full"))
@@ -227,6 +227,9 @@ def test_where_the_disk_is_full_or_a_file_of_the_cache_is_cut_short_it_is_made_a
         path.write_bytes(content[:size])
         assert compiled(add_one)(1) == 2 and len(path.read_bytes()) == len(content)
     assert len(files) == 2
+    monkeypatch.setattr("kernels.compiled.__file__", __file__)  # what widens and stores numbers has changed
+    before = [path.read_bytes() for path in files]
+    assert compiled(add_one)(1) == 2 and before != [path.read_bytes() for path in files]
 
 
 def test_the_process_that_compiles_computes_the_same_bits_as_those_that_load_its_loops(tmp_path):
