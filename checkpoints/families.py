@@ -87,7 +87,7 @@ def choose_model_type(config: ModelConfig) -> str:
     """The model_type that a model is written as."""
     rms_with_bias = config.norm == "rms" and config.has_norm_bias
     only_o_proj_bias = config.attention_output_bias and not config.attention_bias
-    if rms_with_bias or only_o_proj_bias or (config.norm_placement, config.mlp) != ("pre", "swiglu"):
+    if rms_with_bias or only_o_proj_bias or not config.is_plain:
         return "prenorm"
     for model_type, family in FAMILIES.items():
         same_norms = (family.norm, family.qk_norm) == (config.norm, config.qk_norm)

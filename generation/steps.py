@@ -33,7 +33,7 @@ def decode_step_kind(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, batch_size: int
 ) -> Literal["cpu", "gpu"] | None:
     """The kind of step that computes a model's logits faster than the decoder does, or None."""
-    if config.norm_placement != "pre" or config.norm not in ("rms", "layer") or config.mlp != "swiglu":
+    if not config.is_plain:
         return None
     implementation = kernels.implementation(device)
     if implementation is kernels.gpu:

@@ -145,6 +145,11 @@ class ModelConfig:
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_attention_heads
 
     @property
+    def is_plain(self) -> bool:
+        """Whether its layers are those that other programs have, and that fast paths compute."""
+        return (self.norm_placement, self.mlp) == ("pre", "swiglu") and self.norm in ("rms", "layer")
+
+    @property
     def packed_matrices(self) -> dict[str, dict[str, int]]:
         """Matrices that the decoder holds as one, from top to bottom: their names in files, and their rows."""
         q = self.num_attention_heads * self.resolved_head_dim

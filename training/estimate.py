@@ -64,18 +64,17 @@ def print_memory(settings: Settings, dtype: torch.dtype, device: torch.device) -
     sizes = memory(settings, dtype, device)
     listed = ", ".join(f"{what} {format_bytes(size)}" for what, size in sizes.items() if size > 0)
     micro_batch = f"a micro-batch of {settings.data.micro_batch()} in {str(dtype).removeprefix('torch.')}"
-    config = settings.model
-    is_usual = config.norm in ("rms", "layer") and config.mlp == "swiglu" and not config.qk_norm
-    counts_all = is_usual and kernels.implementation(device) is not kernels.reference
+    counts_all = settings.model.is_plain and not settings.model.qk_norm
+    counts_all = counts_all and kernels.implementation(device) is not kernels.reference
     prefix = "" if counts_all else "at least "
     print(f"memory    {prefix}{format_bytes(sum(sizes.values()))}: {listed} for {micro_batch}", flush=True)
     if settings.machine.shard:
         # Undivided: also the gathered weights of embedding, head and two layers, and their gradients; no other copies.
-        del sizes["copies of them"]
-        each = sizes.pop("activations") + 8 * num_parameters(dataclasses.replace(settings.model, num_hidden_layers=2))
+        each = sizes["activations"] + 8 * num_parameters(dataclasses.replace(settings.model, num_hidden_layers=2))
+        divided = sizes["weights"] + sizes["gradients"] + sizes["moments"]
         if settings.optimizer.optimizer == "muon":  # a process has the complete matrices that it orthogonalizes
-            sizes["orthogonalized"] = 8 * num_parameters(settings.model)
-        shares = {count: format_bytes(sum(sizes.values()) / count + each) for count in (2, 4, 8)}
+            divided += 8 * num_parameters(settings.model)
+        shares = {count: format_bytes(divided / count + each) for count in (2, 4, 8)}
         print("sharded   " + ", ".join(f"{share} on each of {count}" for count, share in shares.items()))
 
 
