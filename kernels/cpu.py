@@ -66,13 +66,15 @@ def linear(x, weight, bias=None):
 
 
 @functools.partial(compiled, parallel=True)
-def norm_forward(x, residual, weight, bias, is_layer_norm, eps, s, y, statistics):
-    """s = x + residual and y = norm(s), all (rows, D); statistics (rows, 2): the mean, 0 for RMSNorm, and the scale."""
+def norm_forward(x, residual, adds, weight, bias, is_layer_norm, eps, s, y, statistics):
+    """s = x + residual, or x itself, and y = norm(s), all (rows, D); statistics (rows, 2): the mean, 0 for RMSNorm, and
+    the scale."""
     width = x.shape[1]
     for row in prange(len(x)):
         mean, square = np.float32(0), np.float32(0)
-        for i in range(width):
-            store(s[row], i, widen(x[row, i]) + widen(residual[row, i]))
+        if adds:
+            for i in range(width):
+                store(s[row], i, widen(x[row, i]) + widen(residual[row, i]))
         if is_layer_norm:
             for i in range(width):
                 mean += widen(s[row, i])
@@ -86,8 +88,8 @@ def norm_forward(x, residual, weight, bias, is_layer_norm, eps, s, y, statistics
 
 
 @functools.partial(compiled, parallel=True)
-def norm_backward(dy, ds, s, weight, is_layer_norm, statistics, dx, sums):
-    """dx = ds + scale (h - mean(h) - xhat mean(h xhat)), with h = dy weight and xhat = (s - mean) scale.
+def norm_backward(dy, ds, adds, s, weight, is_layer_norm, statistics, dx, sums):
+    """dx = ds + scale (h - mean(h) - xhat mean(h xhat)), with h = dy weight and xhat = (s - mean) scale; without ds, 0.
 
     RMSNorm has no mean(h). sums (chunks of rows, 2, D): the parts of the gradients of weight and bias.
     """
@@ -109,30 +111,33 @@ def norm_backward(dy, ds, s, weight, is_layer_norm, statistics, dx, sums):
             for i in range(width):
                 xhat = (widen(s[row, i]) - mean) * scale
                 h = widen(dy[row, i]) * weight[i]
-                store(dx[row], i, widen(ds[row, i]) + scale * (h - mean_h - xhat * mean_hx))
+                from_y = scale * (h - mean_h - xhat * mean_hx)
+                store(dx[row], i, widen(ds[row, i]) + from_y if adds else from_y)
 
 
 class CpuNorm(torch.autograd.Function):
-    """See `normalize`. x and residual (rows, D) of one dtype; without a residual zeros are added."""
+    """See `normalize`. x and residual (rows, D) of one dtype; without a residual the second output is None."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, residual, is_layer_norm, eps):
-        s, y = (torch.empty(x.shape, dtype=x.dtype) for _ in range(2))
-        statistics = torch.empty(len(x), 2)
-        residual = torch.zeros_like(x) if residual is None else residual
+        y, statistics = torch.empty(x.shape, dtype=x.dtype), torch.empty(len(x), 2)
+        x, adds = x.contiguous(), residual is not None
+        s = torch.empty_like(x) if adds else x
         # Copies: the storage of a tensor that was an array keeps its size, and --shard frees weights.
         weight, bias = weight.clone(), torch.zeros_like(weight) if bias is None else bias.clone()
-        call(norm_forward, x, residual, weight, bias, is_layer_norm, eps, s, y, statistics)
+        call(norm_forward, x, residual if adds else x, adds, weight, bias, is_layer_norm, eps, s, y, statistics)
         ctx.save_for_backward(s, weight, statistics)
         ctx.is_layer_norm = is_layer_norm
-        return y, s
+        ctx.set_materialize_grads(False)
+        return y, s if adds else None
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, ds):
         s, weight, statistics = ctx.saved_tensors
         dx, sums = torch.empty_like(s), torch.zeros(CHUNKS, 2, s.shape[1])
-        call(norm_backward, dy, ds, s, weight, ctx.is_layer_norm, statistics, dx, sums)
+        dy = torch.zeros_like(s) if dy is None else dy
+        call(norm_backward, dy, dy if ds is None else ds, ds is not None, s, weight, ctx.is_layer_norm, statistics, dx, sums)
         gradients = dx, *sums.sum(0), dx, None, None
         return tuple(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=True))
 
