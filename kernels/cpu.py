@@ -95,15 +95,14 @@ def norm_backward(dy, ds, adds, s, weight, is_layer_norm, statistics, dx, sums):
     """
     rows, width = s.shape
     for chunk in prange(len(sums)):
-        dweight, dbias = sums[chunk]
         for row in range(chunk * rows // len(sums), (chunk + 1) * rows // len(sums)):
-            mean, scale = statistics[row]
+            mean, scale = statistics[row, 0], statistics[row, 1]  # Numba makes no vectors of what is unpacked
             mean_h, mean_hx = np.float32(0), np.float32(0)
             for i in range(width):
                 xhat = (widen(s[row, i]) - mean) * scale
                 grad = widen(dy[row, i])
-                dweight[i] += grad * xhat
-                dbias[i] += grad
+                sums[chunk, 0, i] += grad * xhat
+                sums[chunk, 1, i] += grad
                 mean_h += grad * weight[i]
                 mean_hx += grad * weight[i] * xhat
             mean_h = mean_h / np.float32(width) if is_layer_norm else np.float32(0)
@@ -137,7 +136,18 @@ class CpuNorm(torch.autograd.Function):
         s, weight, statistics = ctx.saved_tensors
         dx, sums = torch.empty_like(s), torch.zeros(CHUNKS, 2, s.shape[1])
         dy = torch.zeros_like(s) if dy is None else dy
-        call(norm_backward, dy, dy if ds is None else ds, ds is not None, s, weight, ctx.is_layer_norm, statistics, dx, sums)
+        call(
+            norm_backward,
+            dy,
+            dy if ds is None else ds,
+            ds is not None,
+            s,
+            weight,
+            ctx.is_layer_norm,
+            statistics,
+            dx,
+            sums,
+        )
         gradients = dx, *sums.sum(0), dx, None, None
         return tuple(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=True))
 
