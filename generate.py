@@ -9,6 +9,8 @@ from errors import UserError, exit_on_user_error, fit_stdout, log
 def main() -> None:
     """Parse the command line, open the tokenizer, read the prompts; then import torch, which is slow, and generate."""
     # Imported here, so that Ctrl-C at any time ends in one line.
+    import dataclasses
+
     from checkpoints.find import find_adapter, find_checkpoint, newest_run, tokenizer_directory
     from data.chat import ChatFormat
     from data.tokenizer import load_tokenizer
@@ -32,18 +34,20 @@ def main() -> None:
         chat = " --chat" if (settings.merge / "chat_template.jinja").is_file() else ""
         log(f"written: {settings.merge}; try it: python generate.py {shlex.quote(str(settings.merge))}{chat}")
         return
-    recommended = recommended_sampling(checkpoint, settings.adapter, settings.chat)
+    prompts = read_prompts(settings)
+    chat = settings.chat or any(isinstance(prompt, list) for prompt in prompts or ())  # messages
+    recommended = recommended_sampling(checkpoint, settings.adapter, chat)
     source = "the defaults"
     if recommended is not None:
         settings = parse_flags(Settings, prog="generate.py", default=Settings(sampling=recommended))
         source = "the model's generation_config.json"
+    settings = dataclasses.replace(settings, chat=chat)
     sys.stdout.reconfigure(newline="\n")  # the same bytes on Windows
     tokenizer = load_tokenizer(tokenizer_directory(*find_adapter(checkpoint, settings.adapter)))
     if settings.chat:
         ChatFormat(tokenizer)  # an error before the weights are read
     if tokenizer.chat_template is not None and not settings.chat:
         log("this model has a chat template: with --chat it answers, without it continues a text")
-    prompts = read_prompts(settings)
     if settings.chat and prompts == [""]:
         raise UserError("there is no message to answer; give one after the run, or on standard input.")
     values = ", ".join(f"{name} {value:g}" for name, value in vars(settings.sampling).items())

@@ -224,7 +224,9 @@ def estimate_runs(experiment: Experiment, torch_device: str, level: float | None
             settings = replace_settings(arm_settings(experiment.plan, arm), {"device": torch_device})
             seconds += runs[name] * estimate(settings)
         lines = output.getvalue().splitlines()
-        new_lines = [line for line in lines if line not in lines_of_first] or ["as above"]
+        new_lines = [line for line in lines if line not in lines_of_first]
+        if len(new_lines) < len(lines):
+            new_lines.append("other lines as above")
         print(f"a run of {name}:", *new_lines, sep="\n", flush=True)
         lines_of_first = lines_of_first or lines
     duration = format_time(seconds / len(experiment.workers))

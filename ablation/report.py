@@ -62,6 +62,11 @@ def headline(study: Study) -> list[str]:
         lines.append(f"note: {counted} of {study.plan.seeds} pairs, as the limit of {study.plan.hours:g} hours is met")
     elif 0 < counted < done:
         lines.append(f"note: runs of {done} seeds are there, and {counted} of them count")
+    elif 0 < counted < MIN_PAIRS_FOR_EQUIVALENCE:
+        limits = (
+            f"a test errs more often where differences are not normal; equivalence takes {MIN_PAIRS_FOR_EQUIVALENCE}"
+        )
+        lines.append(f"note: {counted} pairs are few: {limits}")
     elif not counted and len(study.runs_in_time) < len(study.planned_runs):
         lines.append(f"note: the limit of {study.plan.hours:g} hours is met before a pair counts; raise --hours")
     return lines
@@ -210,9 +215,6 @@ def about(study: Study) -> str:
     equal = [what for what, column in columns.items() if equal_in_each_seed(study.rows, column)]
     if equal:
         sentences.append(f"Runs of a seed had equal {' and '.join(equal)}.")
-    fewest = min((c.effect.n for c in study.comparisons), default=MIN_PAIRS_FOR_EQUIVALENCE)
-    if fewest < MIN_PAIRS_FOR_EQUIVALENCE:
-        sentences.append(f"{fewest} pairs cannot show equivalence, which takes {MIN_PAIRS_FOR_EQUIVALENCE}.")
     return " ".join(sentences)
 
 

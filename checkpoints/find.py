@@ -1,6 +1,7 @@
 """What a RUN argument means: a directory on disk or on the Hub, and an adapter's model. Imports no torch."""
 
 import difflib
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -60,9 +61,10 @@ def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Pat
     advice = f"Give the model itself: python generate.py MODEL --adapter {shlex.quote(str(directory))}"
     if not isinstance(base, str) or Path(base) in (Path(), directory):
         raise UserError(f"{directory} is an adapter of {base!r}, which is no model. {advice}")
-    for folder in directory.resolve().parents:  # it was saved relative to the folder of the command
-        if not Path(base).exists() and (folder / base).is_dir():
-            base = str(folder / base)
+    parts = Path(base).parts
+    for folder, start in itertools.product(directory.resolve().parents, range(max(1, len(parts) - 1))):
+        if not Path(base).exists() and folder.joinpath(*parts[start:]).is_dir():  # both were moved
+            base = str(folder.joinpath(*parts[start:]))
     on_hub = fields.get("revision") and not Path(base).exists()
     try:
         return find_checkpoint(f"{base}@{fields['revision']}" if on_hub else base), directory

@@ -11,7 +11,7 @@ import bisect
 import contextlib
 import itertools
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from errors import UserError, counted, note, reading
 from files import digest, replacing
 
 SHOWN_LINES = 20
-VERSION = 8  # version of the files; raised when the same conversations and tokenizer would give other rows or remarks
+VERSION = 9  # version of the files; raised when the same conversations and tokenizer would give other rows or remarks
 
 
 @dataclass(frozen=True)
@@ -162,6 +162,7 @@ def encode_conversations(
     """The conversations of all files that can be learned from, by their hash; and what is unusual, counted."""
     conversations: dict[int, Conversation] = {}
     places = defaultdict(list)  # the files or rows that each remark is about
+    spelled = Counter()  # characters without a token, and in how many conversations they are
     for file in files:
         if file.format not in ROW_FORMATS:
             places["files left out, as they are text and not rows"].append(file.name)
@@ -175,12 +176,18 @@ def encode_conversations(
             continue
         for remark in remarks:
             places[remark].append(place)
+        spelled.update(filter(chat.tokenizer.spells, {*json.dumps(conversation.messages, ensure_ascii=False)}))
         key = content_hash(json.dumps(conversation.messages))
         if key in conversations:
             places["duplicates dropped"].append(place)
         elif conversation.learned[1:].any():
             conversations[key] = conversation
-    return conversations, [f"{remark}: {len(rows):,} (the first: {rows[0]})" for remark, rows in places.items()]
+    remarks = [f"{remark}: {len(rows):,} (the first: {rows[0]})" for remark, rows in places.items()]
+    if spelled:
+        some = "".join(character for character, _ in spelled.most_common(10))
+        fix = "the base model learns them from text that has them"
+        remarks.append(f"{counted(len(spelled), 'character')} without a token, spelled in bytes ({some}); {fix}")
+    return conversations, remarks
 
 
 def encode_conversation(row: dict, chat: ChatFormat, row_length: int) -> tuple[Conversation, list[str]]:
@@ -193,8 +200,6 @@ def encode_conversation(row: dict, chat: ChatFormat, row_length: int) -> tuple[C
         remarks.append(f"rows in which nothing uses the keys {', '.join(sorted(unused))}")
     if not_found:
         remarks.append("rows with answers not learned, as the template changes them when the conversation continues")
-    if chat.tokenizer.spells(ids.tolist()):
-        remarks.append("conversations of characters without tokens, in bytes; the base model needs text with them")
     ends_answer = learned & ~np.append(learned[1:], False)
     if (ends_answer[:-1] & (ids[1:] == chat.end_of_turn)).any():
         remarks.append("conversations whose end-of-turn token is not learned, as {% generation %} leaves it out")

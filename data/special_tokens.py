@@ -85,5 +85,5 @@ def find_eos(tokenizer: Tokenizer, names: dict[str, str], generation_config: dic
         ids = generation_config.get("eos_token_id")
         eos_id = ids[0] if isinstance(ids, list) else ids
     if eos_id is None:
-        raise ValueError('it names no "eos_token" of the tokenizer')
+        raise ValueError('it names no token that ends a text, as {"eos_token": "</s>"} does')
     return eos_id

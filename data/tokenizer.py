@@ -112,10 +112,9 @@ class Tokenizer:
         ids = [self._tokenizer.token_to_id(f"<0x{value:02X}>") for value in range(256)]
         return {} if None in ids else dict(zip(ids, range(256), strict=True))
 
-    def spells(self, ids: Iterable[int]) -> bool:
-        """Whether a tenth of the ids or more are bytes of characters that have no token."""
-        are_parts = [self._byte_values.get(i, 0) >= 0x80 for i in ids]
-        return sum(are_parts) > len(are_parts) / 10
+    def spells(self, character: str) -> bool:
+        """Whether a character has no token, so that those of its bytes stand for it."""
+        return character >= "\x80" and character not in self.vocabulary and bool(self._byte_values)
 
     def token_bytes(self, token: int) -> bytes:
         """What a token stands for, special ones too: its text in UTF-8, or bytes that are no character alone."""

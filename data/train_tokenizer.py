@@ -27,6 +27,7 @@ from files import digest
 
 # Characters. A tokenizer of Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
 SAMPLE_SIZE = 10_000_000
+SMALL = 1_000_000  # characters of a sample that has a piece for each character, and one more for every 256 of the text
 TRAINER_OPTIONS = dict(
     model_type="bpe",
     byte_fallback=True,  # a character without a piece becomes its UTF-8 bytes, so no text is unknown
@@ -51,7 +52,7 @@ TRAINER_OPTIONS = dict(
 def trained_tokenizer(files: list[TextFile], settings: DataSettings, vocab_size: int) -> Tokenizer:
     """A tokenizer that is trained on a sample of the files, unless the cache has it, complete."""
     split = (settings.validation_fraction, settings.validation_salt)
-    key = digest(VERSION, vocab_size, split, sorted(TRAINER_OPTIONS.items()), files)
+    key = digest(VERSION, SMALL, vocab_size, split, sorted(TRAINER_OPTIONS.items()), files)
     folder = Path(settings.cache, "tokenizers", key)
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
@@ -59,7 +60,7 @@ def trained_tokenizer(files: list[TextFile], settings: DataSettings, vocab_size:
             tokenizer = load_tokenizer(folder / "tokenizer.json")  # the last file that is saved
             read_model(tokenizer.files["tokenizer.model"])  # it goes into every checkpoint
             return tokenizer
-        print(f"training a tokenizer of {vocab_size:,} pieces (once) ...", file=sys.stderr, flush=True)
+        print("training a tokenizer (once) ...", file=sys.stderr, flush=True)
         everything = dataclasses.replace(settings, validation_fraction=0)  # where all documents may be for validation
         sample = sample_text(files, settings) or sample_text(files, everything)
         if any("▁" in block for block in sample):
@@ -106,6 +107,10 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, *, has_rare: bool = T
         raise UserError("there is no text in the files that were named; give files that contain text.")
     model = io.BytesIO()
     options = TRAINER_OPTIONS | {"vocab_size": vocab_size}
+    size = sum(map(len, texts))
+    if size < SMALL:  # 300: bytes and special tokens
+        pieces = 300 + len(set().union(*texts)) + size // 256
+        options |= {"vocab_size": min(vocab_size, pieces), "character_coverage": 1.0}
     try:
         sentencepiece.SentencePieceTrainer.train(sentence_iterator=lines(texts), model_writer=model, **options)
     except (RuntimeError, ValueError, OSError) as error:

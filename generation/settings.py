@@ -87,8 +87,8 @@ class Settings:
     """Maximum number of tokens to generate per text. Default: 200, in a chat 2048."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = field(default_factory=Sampling)
     jsonl: bool = False
-    """Read prompts from standard input, one JSON text or object with "prompt" (or "messages", with --chat) a line, and
-    write an object a line as texts end; its "row" is the number of the prompt, from 0 (empty lines do not count)."""
+    """Read prompts from standard input, in each line a JSON text or an object with "prompt" or, for a chat, "messages";
+    write an object a line as texts end, whose "row" is the number of the prompt, from 0 (empty lines do not count)."""
     seed: int = 1
     """Random seed. Sample i of a prompt is the same whatever else is in its batch, up to rounding."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -167,7 +167,7 @@ def read_prompts(settings: Settings) -> list[str | list[dict]] | None:
         return prompts
     if settings.jsonl:
         lines = enumerate(sys.stdin.buffer, 1)
-        return [read_json_prompt(line, number, settings.chat) for number, line in lines if line.strip()]
+        return [read_json_prompt(line, number) for number, line in lines if line.strip()]
     if not sys.stdin.isatty():
         log("reading the prompt from standard input")  # if nobody writes to that pipe, the program seems to hang
         with reading("standard input", "convert it to UTF-8"):
@@ -181,13 +181,13 @@ def read_prompts(settings: Settings) -> list[str | list[dict]] | None:
     return [""]
 
 
-def read_json_prompt(line: bytes, number: int, chat: bool) -> str | list[dict]:
-    """The prompt of a line of JSON, or in a chat the messages of a conversation."""
-    fix = 'give a JSON text, or an object with "prompt", in each line; "messages" need --chat'
+def read_json_prompt(line: bytes, number: int) -> str | list[dict]:
+    """The prompt of a line of JSON, or the messages of a conversation."""
+    fix = 'give a JSON text, or an object with "prompt" or "messages", in each line'
     with reading(f"line {number} of standard input", fix):
         row = msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8), type=str | dict)
         fields = {"prompt": row} if isinstance(row, str) else row
-        name = "messages" if chat and "messages" in fields else "prompt"
+        name = "messages" if "messages" in fields else "prompt"
         if len(fields) > 1:
             note(f'standard input: only "{name}" is read of {", ".join(fields)}; sampling is set by flags')
         return msgspec.convert(fields[name], list[dict] if name == "messages" else str)

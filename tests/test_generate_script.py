@@ -47,7 +47,7 @@ def test_standard_input_and_the_newest_run_are_the_default(folder):
     result = script(folder, "--max-new-tokens", "12", "--seed", "7", prompt="def é☺\n")
     assert result.returncode == 0 and len(result.stdout) > 15 and b"\r" not in result.stdout
     assert result.stdout.startswith("def é☺".encode()) and result.stdout.endswith(b"\n")
-    chat, note, sampling, last = result.stderr.decode().splitlines()
+    note, chat, sampling, last = result.stderr.decode().splitlines()
     assert chat.startswith("this model has a chat template: with --chat it answers")
     assert note == "reading the prompt from standard input"
     assert sampling.startswith("sampling (the flags, else the defaults): repetition_penalty 1, temperature 0.8, top_k")
@@ -57,7 +57,7 @@ def test_standard_input_and_the_newest_run_are_the_default(folder):
 def test_lines_of_json_may_be_conversations(folder):
     messages = [{"role": "user", "content": "hi"}]
     lines = json.dumps({"messages": messages}) + "\n" + json.dumps({"prompt": "hi"})
-    result = script(folder, "--chat", "--jsonl", "--max-new-tokens", "5", "--temperature", "0", prompt=lines)
+    result = script(folder, "--jsonl", "--max-new-tokens", "5", "--temperature", "0", prompt=lines)
     asked, prompted = map(json.loads, result.stdout.splitlines())
     assert asked["prompt"] == messages and prompted["prompt"] == "hi" and asked["text"] == prompted["text"]
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from checkpoints.families import load_config
 from checkpoints.pretrained import load_pretrained
 from errors import UserError, is_main_process
-from files import LOCK, locked
+from files import LOCK, locked, read_json
 from model.device import explain_out_of_memory
 from training.checkpoint import find_last
 from training.estimate import estimate
@@ -89,6 +89,8 @@ def evaluate_checkpoint(settings: Settings) -> None:
     corpus = prepare_corpus(settings)
     model = load_pretrained(directory, device=device, compute_dtype=dtype)
     print(f"{directory} on all of {', '.join(data.data)}, in windows of {data.sequence_length} tokens")
+    if read_json(Path(directory) / "state.json").get("text_hash") == corpus.text_hash:
+        print("note: it was trained on this text, but for what was held out")
     sizes = data.sequence_length, data.micro_batch()
     count = sum(1 for _ in corpus.all_batches(*sizes))
     batches = tqdm(corpus.all_batches(*sizes), "evaluating", count, unit="batch", leave=False, disable=None)

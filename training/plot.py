@@ -65,7 +65,7 @@ def draw(runs: Sequence[Path], path: Path) -> None:
             if "bits_per_byte" in evaluations[-1]:  # not of conversations
                 label += f", {evaluations[-1]['bits_per_byte']:.3f} bits per byte"
             axes.plot(steps, losses, marker="o", markersize=4, label=label, **style)
-            axes.legend(frameon=False, title="thin: training, smoothed     dots: validation")
+            axes.legend(title="thin: training, smoothed     dots: validation")
     # On a linear axis the steep first steps would press the rest of the curve into a flat line.
     axes.set(yscale="log", xlabel="step", ylabel="loss (nats per token)")
     axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")

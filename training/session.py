@@ -167,7 +167,7 @@ def open_text(settings: Settings, last: Path | None) -> tuple[Settings, Text]:
     if last is None:
         print_advice(settings, corpus, tokens)
     changes = {"sample_prompts": settings.run.sample_prompts or tuple(corpus.prompts)}
-    if last is None and settings.run.init_from is None and data.tokenizer is None:
+    if last is None and settings.run.init_from is None:
         changes["vocab_size"] = corpus.tokenizer.vocab_size
     return replace_settings(settings, changes), corpus
 

@@ -38,8 +38,9 @@ def lora_model(settings: Settings, dtype: torch.dtype) -> Decoder:
     if model.config != settings.model:
         raise UserError("--lora leaves the model as it is; leave out --norm and other flags of its shape.")
     print(f"weights: those of {run.init_from}, frozen; LoRA of rank {run.lora}")
+    base = str(Path(run.init_from).absolute())  # PEFT looks for it from any folder
     alpha = run.lora_alpha or 2 * run.lora
-    add_lora(model, {"r": run.lora, "lora_alpha": alpha, "base_model_name_or_path": run.init_from}, run.seed)
+    add_lora(model, {"r": run.lora, "lora_alpha": alpha, "base_model_name_or_path": base}, run.seed)
     return model
 
 

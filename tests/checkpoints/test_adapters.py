@@ -160,10 +160,11 @@ def test_with_config_json_or_a_copy_of_the_head_it_is_the_same_adapter_and_no_mo
 
 def test_the_model_of_an_adapter_is_found_from_any_folder(adapter, make_lora, monkeypatch, tmp_path):
     make_lora(**OTHER)
-    edit(adapter, base_model_name_or_path="model")  # as saved in the folder of both
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert find_adapter(adapter)[0].samefile(adapter.parent / "model")
+    for base in ("model", f"/gone/{tmp_path.name}/model"):  # as saved in the folder of both; both were moved
+        edit(adapter, base_model_name_or_path=base)
+        assert find_adapter(adapter)[0].samefile(adapter.parent / "model")
     with pytest.raises(UserError, match="is an adapter; leave out --adapter"):
         find_adapter(adapter, str(adapter))
 

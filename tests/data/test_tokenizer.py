@@ -238,7 +238,13 @@ def test_rare_characters_of_a_text_with_too_many_for_the_vocabulary_are_bytes():
     tokenizer = train_tokenizer([often] * 99 + [rare], 800)
     assert tokenizer.vocab_size <= 800 and {*often} < tokenizer.vocabulary.keys()
     assert tokenizer.config["add_prefix_space"] is False and tokenizer.decode(tokenizer.encode(rare)) == rare
-    assert tokenizer.spells(tokenizer.encode(rare)) and not tokenizer.spells(tokenizer.encode(often))
+    assert sum(map(tokenizer.spells, rare)) > 600 and not any(map(tokenizer.spells, often + "abc"))
+
+
+def test_of_a_small_text_every_character_has_a_piece_and_few_other_pieces_are_made(library_text):
+    text = "".join(library_text)[:100_000] + "什么？"
+    tokenizer = train_tokenizer([text], 4096)
+    assert {*text} - {*" \n\t"} < tokenizer.vocabulary.keys() and tokenizer.vocab_size < 900
 
 
 def test_a_space_stays_a_space_where_the_text_has_few_or_none():

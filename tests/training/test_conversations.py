@@ -49,7 +49,7 @@ def chat_file(tmp_path_factory) -> Path:
 def chat_flags(flags, finished_run, chat_file) -> list[str]:
     """Flags of a run that teaches a finished one to talk."""
     start = ["--init-from", str(finished_run), "--data", str(chat_file)]
-    return [*flags, *start, "--learning-rate", "1e-2", "--batch-size", "4"]
+    return [*flags[2:], *start, "--learning-rate", "1e-2", "--batch-size", "4"]
 
 
 def test_loss_and_gradients_are_those_of_transformers_for_conversations_alone(flags, finished_run, tmp_path, relative):
