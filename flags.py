@@ -32,7 +32,8 @@ def optional(metavar: str, **options: object) -> object:
     return arg(metavar=metavar, help_behavior_hint="", **options)
 
 
-LISTS = "--data --freeze --sample-prompts --learning-rates --perturbations --with --dtypes --norms --sequences".split()
+# Flags with all their values after one name.
+LISTS = "--data --freeze --sample-prompts --learning-rates --lr --perturbations --with --dtypes --norms".split()
 OptionalInt = Annotated[PositiveInt | None, optional("INT")]
 
 

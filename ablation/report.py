@@ -63,10 +63,8 @@ def headline(study: Study) -> list[str]:
     elif 0 < counted < done:
         lines.append(f"note: runs of {done} seeds are there, and {counted} of them count")
     elif 0 < counted < MIN_PAIRS_FOR_EQUIVALENCE:
-        limits = (
-            f"a test errs more often where differences are not normal; equivalence takes {MIN_PAIRS_FOR_EQUIVALENCE}"
-        )
-        lines.append(f"note: {counted} pairs are few: {limits}")
+        limit = f"tests err more often where differences are not normal; equivalence takes {MIN_PAIRS_FOR_EQUIVALENCE}"
+        lines.append(f"note: {counted} pairs are few: {limit}")
     elif not counted and len(study.runs_in_time) < len(study.planned_runs):
         lines.append(f"note: the limit of {study.plan.hours:g} hours is met before a pair counts; raise --hours")
     return lines

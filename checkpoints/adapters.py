@@ -1,5 +1,6 @@
 """LoRA adapters in PEFT's format: A and B of each matrix, which are added to the weights of a model as it is loaded."""
 
+import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +13,6 @@ from torch import Tensor
 from checkpoints.weights import ADAPTER_CONFIG, StoredTensor, find_weight_files
 from errors import note, reading
 from files import read_json
-from model.lora import fingerprint
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."  # PEFT's names of tensors begin with it, and continue like Hugging Face's
@@ -35,7 +35,7 @@ def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[
         tensors = load_file(path)
         with safe_open(path, framework="pt") as file:
             base = (file.metadata() or {}).get("base")
-        if base and base != fingerprint(stored["model.norm.weight"].read()):
+        if base and base != fingerprint(stored):
             note(f"the model's weights are not those that {directory} was trained for: train it again")
         for matrix in sorted({name.partition(".lora_")[0] for name in tensors if ".lora_" in name}):
             a = tensors.pop(f"{matrix}.lora_A.weight")
@@ -47,6 +47,12 @@ def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[
         for name, tensor in tensors.items():
             if not is_copy_of_base(name, tensor, stored):
                 raise ValueError(f"{name} is not supported")
+
+
+def fingerprint(stored: Mapping[str, StoredTensor]) -> str:
+    """A hash of the last norm's weight, which every step that trains the model changes; "" where a norm has none."""
+    last_norm = stored.get("model.norm.weight")
+    return "" if last_norm is None else hashlib.sha256(last_norm.read().float().numpy()).hexdigest()[:16]
 
 
 def is_copy_of_base(name: str, tensor: Tensor, stored: Mapping[str, StoredTensor]) -> bool:

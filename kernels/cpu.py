@@ -136,18 +136,8 @@ class CpuNorm(torch.autograd.Function):
         s, weight, statistics = ctx.saved_tensors
         dx, sums = torch.empty_like(s), torch.zeros(CHUNKS, 2, s.shape[1])
         dy = torch.zeros_like(s) if dy is None else dy
-        call(
-            norm_backward,
-            dy,
-            dy if ds is None else ds,
-            ds is not None,
-            s,
-            weight,
-            ctx.is_layer_norm,
-            statistics,
-            dx,
-            sums,
-        )
+        adds, ds = ds is not None, dy if ds is None else ds
+        call(norm_backward, dy, ds, adds, s, weight, ctx.is_layer_norm, statistics, dx, sums)
         gradients = dx, *sums.sum(0), dx, None, None
         return tuple(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=True))
 

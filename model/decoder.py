@@ -92,7 +92,7 @@ class Decoder(nn.Module):
         self.compute_dtype = compute_dtype
         self.activation_checkpointing = False
         self.lora: dict | None = None  # r, lora_alpha, base_model_name_or_path, as in PEFT's files
-        self.lora_base = ""  # `lora.fingerprint` of the weights that an adapter is trained for
+        self.lora_base = ""  # `adapters.fingerprint` of the weights that an adapter is trained for
         # A Linear, since a tied embedding is also the head; torch's own Embedding would draw from the global generator.
         self.embed_tokens = Linear(config.hidden_size, config.vocab_size)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_hidden_layers))

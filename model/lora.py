@@ -1,6 +1,5 @@
 """LoRA: beside each matrix W (out, in) of the layers, A (r, in) and B (out, r) learn, and all else stays as it is."""
 
-import hashlib
 import math
 
 import torch
@@ -32,16 +31,11 @@ class LoraLinear(nn.Module):
         return kernels.linear(x, self.weight, self.bias) + torch.cat(updates, dim=-1)
 
 
-def fingerprint(last_norm: Tensor | None) -> str:
-    """A hash of the last norm's weight, which every step that trains the model changes; "" where a norm has none."""
-    return "" if last_norm is None else hashlib.sha256(last_norm.float().cpu().numpy()).hexdigest()[:16]
-
-
 @torch.no_grad()
 def add_lora(decoder: Decoder, fields: dict, seed: int) -> Decoder:
     """Freeze the decoder; each matrix of its layers gets an A, uniform within 1/sqrt(in) as in PEFT, and a B of 0."""
     decoder.requires_grad_(False)
-    decoder.lora, decoder.lora_base = fields, fingerprint(getattr(decoder.norm, "weight", None))
+    decoder.lora = fields
     packed_matrices = decoder.config.packed_matrices
     scale = fields["lora_alpha"] / fields["r"]
     for name, linear in [*decoder.layers.named_modules(prefix="layers")]:

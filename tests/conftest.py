@@ -263,12 +263,14 @@ def saved(make_decoder, tmp_path) -> Callable[..., Path]:
 @pytest.fixture
 def make_lora(saved) -> Callable[..., torch.nn.Module]:
     """A small decoder with a random adapter beside its weights; the base is in the directory that `saved` returns."""
-    from checkpoints.pretrained import load_pretrained
+    from checkpoints.adapters import fingerprint
+    from checkpoints.pretrained import load_pretrained, open_checkpoint
     from model.lora import add_lora
 
     def make(compute_dtype: torch.dtype = torch.float32, **changes) -> torch.nn.Module:
         base = saved(**changes)
         decoder = load_pretrained(base, compute_dtype=compute_dtype, cast=True)
+        decoder.lora_base = fingerprint(open_checkpoint(base).tensors)
         fields = {"r": 4, "lora_alpha": 7, "base_model_name_or_path": str(base)}
         return randomize_trained(add_lora(decoder, fields, seed=7))
 

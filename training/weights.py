@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 
 from checkpoints import pretrained
+from checkpoints.adapters import fingerprint
 from checkpoints.families import load_config
 from errors import UserError, reading
 from model.decoder import Decoder, attend_to_previous_token, center_residual_writers
@@ -34,13 +35,15 @@ def lora_model(settings: Settings, dtype: torch.dtype) -> Decoder:
     """The model of --init-from, frozen, with a new adapter."""
     run = settings.run
     with reading(run.init_from, "the adapter needs the model that its run was started from, at the same path"):
-        model = pretrained.load_pretrained(run.init_from, compute_dtype=dtype, cast=True)
+        base = pretrained.open_checkpoint(run.init_from)
+        model = pretrained.load_pretrained(base, compute_dtype=dtype, cast=True)
     if model.config != settings.model:
         raise UserError("--lora leaves the model as it is; leave out --norm and other flags of its shape.")
     print(f"weights: those of {run.init_from}, frozen; LoRA of rank {run.lora}")
-    base = str(Path(run.init_from).absolute())  # PEFT looks for it from any folder
+    path = str(Path(run.init_from).absolute())  # PEFT looks for it from any folder
     alpha = run.lora_alpha or 2 * run.lora
-    add_lora(model, {"r": run.lora, "lora_alpha": alpha, "base_model_name_or_path": base}, run.seed)
+    add_lora(model, {"r": run.lora, "lora_alpha": alpha, "base_model_name_or_path": path}, run.seed)
+    model.lora_base = fingerprint(base.tensors)
     return model
 
 
