@@ -37,6 +37,8 @@ from model.device import choose_device, commit, device_model
 from training.estimate import estimate, format_time
 from training.optimizer import freeze_parameters
 
+OVERHEAD = 20  # seconds of a run beside training: medians of studies are 13, 24 and 31
+
 
 @dataclass
 class Experiment:
@@ -237,7 +239,8 @@ def estimate_runs(experiment: Experiment, torch_device: str, level: float | None
     more = "" if is_all else f"; then the final pairs, within {hours:g} hours in all"
     if seconds / len(experiment.workers) > 3600 * hours:
         more = f"; but it ends after {hours:g} hours (--hours), before all have run"
-    print(f"  and start-up and evaluations, which short runs spend most of their time in{more}")
+    overhead = format_time(OVERHEAD * runs.total() / len(experiment.workers))
+    print(f"  and {overhead} of start-up and evaluations{more}")
 
 
 def check_arms(plan: Plan, level: float | None) -> None:

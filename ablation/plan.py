@@ -135,7 +135,9 @@ class Plan:
         for setting in TEXT_SETTINGS:
             if len({self.value(arm, setting) for arm in combined.values()}) > 1:
                 fix = f"give all the same: --vary {setting}=VALUE, or both of --a and --b"
-                raise UserError(f"arms that differ in {setting} have losses of different texts; {fix}.")
+                raise UserError(
+                    f"arms that differ in {setting} have losses of different texts; {fix} (otherwise: docs/compare.md)."
+                )
         return combined
 
     @functools.cached_property

@@ -35,6 +35,7 @@ class Row(Run):
     mean_over_std: float | None = None  # |mean| / std of the residual stream, at the norms of the deeper half
     cosine_with_ones: float | None = None  # |cosine| of the stream with the vector of ones, mean over all norms
     tokens: int = 0  # that it trained on
+    vocab_size: int | None = None  # that of its tokenizer; not in older records, where it is the config's
     settings_hash: str = ""  # hash of its settings but for device and folder
     weights_hash: str = ""  # hash of the initial weights without those of the norms
     batches_hash: str = ""  # hash of all tokens that it trained on, in their order; empty if there were none

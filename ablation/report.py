@@ -1,5 +1,6 @@
 """From a study to report.md and its pictures. All numbers and verdicts come from `study` and `stats`."""
 
+import dataclasses
 import itertools
 import math
 from collections import Counter
@@ -241,6 +242,9 @@ def comparison_row(study: Study, c: Comparison) -> dict:
 def arm_row(study: Study, name: str) -> dict:
     rows = study.rows_of("final", name)
     config = arm_settings(study.plan, study.plan.all_arms[name]).model
+    vocab_sizes = rows.vocab_size.dropna()
+    if len(vocab_sizes):
+        config = dataclasses.replace(config, vocab_size=int(vocab_sizes.iloc[0]))
     loss = with_interval(study.mean_loss(name, {name: 1.0}), ".4f")
     if config.norm_placement not in ("pre", "post"):  # others have norms that read a block's output
         rows = rows.assign(mean_over_std=math.nan, cosine_with_ones=math.nan)

@@ -71,7 +71,7 @@ def find_files(name: str, settings: DataSettings) -> list[TextFile]:
         note_left_out(name, paths)
     else:
         choices = f"a path, a pattern, hub:OWNER/NAME, or one of python, python-chat, {', '.join(HUB_TEXTS)}"
-        raise UserError(f'no file, folder or known text is called "{name}"; give {choices}.')
+        raise UserError(f'no file, folder or known text is called "{name}"; give --data {choices}.')
     if not files:
         formats = f"the formats are {' '.join(FORMATS)} (jsonl: one JSON object a line)"
         raise UserError(f"{name} names no file to read; {formats}.")

@@ -52,9 +52,10 @@ def run(
         generate, decoder, max_new_tokens=settings.token_limit, sampling=settings.sampling, seed=settings.seed,
         eos_ids=eos_ids, vocab_size=tokenizer.vocab_size, drafts=settings.drafts,
     )  # fmt: skip
-    if prompts is None:
+    if prompts is None or device.type == "cpu":
         for _ in continue_prompts([[tokenizer.eos_id]], max_new_tokens=2):
-            pass  # imports and compiles, in which Ctrl-C would end the program, not an answer
+            pass  # imports and compiles: Ctrl-C would end the program, not an answer, and a note stand within a text
+    if prompts is None:
         Conversation(continue_prompts, chat, settings, context).run()
     else:
         print_texts(continue_prompts, settings, tokenizer, texts, encoded)

@@ -13,7 +13,7 @@ import tyro
 from msgspec import Meta
 
 from checkpoints.find import find_adapter, generation_config
-from errors import UserError, log, note, reading
+from errors import UserError, counted, log, note, reading
 from files import read_json
 from flags import Fraction, NonNegativeFloat, check_fields, optional
 
@@ -167,7 +167,9 @@ def read_prompts(settings: Settings) -> list[str | list[dict]] | None:
         return prompts
     if settings.jsonl:
         lines = enumerate(sys.stdin.buffer, 1)
-        return [read_json_prompt(line, number) for number, line in lines if line.strip()]
+        rows = [read_json_prompt(line, number) for number, line in lines if line.strip()]
+        log(f"standard input has {counted(len(rows), 'prompt')}")
+        return rows
     if not sys.stdin.isatty():
         log("reading the prompt from standard input")  # if nobody writes to that pipe, the program seems to hang
         with reading("standard input", "convert it to UTF-8"):

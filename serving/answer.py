@@ -116,14 +116,15 @@ def to_choices(request: Request, pieces: Sequence[Piece]) -> list[dict]:
         own_pieces = [piece for piece in pieces if piece.choice == index]
         text = "".join(piece.text for piece in own_pieces)
         tokens = [piece.token for piece in own_pieces if piece.token is not None]
-        logprobs = {"content": tokens} if tokens else None
+        has_logprobs = tokens or (request.wanted_top_logprobs is not None and not request.stream)
+        logprobs = {"content": tokens} if has_logprobs else None
         choice = {"index": index, "finish_reason": own_pieces[-1].end, "logprobs": logprobs}
         if isinstance(request, ChatRequest):
             role = {"role": "assistant"} if own_pieces[0].begins else {}  # clients join those of chunks
             choice["delta" if request.stream else "message"] = role | {"content": text}
         else:
             choice["text"] = text
-            if tokens:
+            if has_logprobs:
                 choice["logprobs"]["tokens"] = [token["token"] for token in tokens]
                 choice["logprobs"]["token_logprobs"] = [token["logprob"] for token in tokens]
                 # Of tokens with the same text, such as parts of characters, the likeliest remains.

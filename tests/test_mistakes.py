@@ -21,7 +21,7 @@ PROGRAMS |= {"serve": lambda: call_with_flags(serve.main), "plot": lambda: call_
 
 # A command line and a pattern of its error. RUN is a run of two steps, BAD a folder of what is not right.
 MISTAKES = r"""
-train --data nothere -> no file, folder or known text is called "nothere"; give a path
+train --data nothere -> no file, folder or known text is called "nothere"; give --data a path
 train --data BAD/small.txt --data BAD/chat.jsonl -> --data is given twice; give it once, with all its values
 train --data BAD/small.txt -> the text has 1 tokens to train on, but one batch .* needs 4,096; give more text, or
 train --data BAD/chat.jsonl -> .*chat.jsonl has conversations; give a model to teach them with --init-from

@@ -145,7 +145,7 @@ def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype, *
         train_step(forward, [micro_batch] * micro_batches, optimizer, scaler, settings.optimizer.clip, ALONE, device)
         return time.perf_counter() - start
 
-    note(f"measuring {STEPS} steps, or fewer once they took {MAX_SECONDS} seconds ...")
+    note(f"measuring {STEPS} steps, or fewer once they took {MAX_SECONDS} seconds (a step is not broken off) ...")
     end = time.perf_counter() + MAX_SECONDS
     time_step(1)  # the first takes longer
     with_one, with_two = [], []

@@ -16,7 +16,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # told apart without col
 MUTED = "0.45"
 DASHES = ("-", "--", "-.", ":")
 CHINESE = ("Noto Sans CJK SC", "Source Han Sans SC", "WenQuanYi Micro Hei", "Microsoft YaHei", "SimHei", "PingFang SC")
-SMOOTHED = 20  # steps whose mean is a point of the training loss
+SMOOTHED = 20  # steps whose mean is a point of the training loss, but at most a tenth of all
 
 
 def use_chinese_fonts(*texts: str) -> None:
@@ -55,9 +55,10 @@ def draw(runs: Sequence[Path], path: Path) -> None:
         lines = metrics.read(run)
         training = [line for line in lines if isinstance(line.get("loss"), float)]
         if training:
-            size = min(SMOOTHED, len(training))
-            means = np.convolve([line["loss"] for line in training], np.full(size, 1 / size), "valid")
-            axes.plot([line["step"] for line in training[size - 1 :]], means, alpha=0.45, linewidth=1, **style)
+            steps, losses = ([line[key] for line in training] for key in ("step", "loss"))
+            size = max(1, min(SMOOTHED, len(training) // 10))
+            means = np.convolve(losses, np.full(size, 1 / size), "valid")
+            axes.plot(steps[size - 1 :], means, alpha=0.45, linewidth=1, **style)
         evaluations = [line for line in lines if "validation_loss" in line]
         if evaluations:
             steps, losses = ([line[key] for line in evaluations] for key in ("step", "validation_loss"))

@@ -18,6 +18,7 @@ from training.session import Session
 from training.step import StepResult
 
 SAMPLE_TOKENS = 100
+FEW_BYTES = 10_000  # of text, of which xz's own header would be a large part
 RISING = "note: the validation loss has risen twice: the model learns its text by heart. best/ keeps the best weights; "
 RISING += "give more text, fewer --steps or a smaller model"
 
@@ -90,7 +91,7 @@ def report_end(session: Session) -> None:
         # Where the loss has risen, more steps do not help.
         steps = "more" if best_loss in metrics.validation_losses(session.run_dir)[-1:] else "fewer"
         print(f"note: it predicts this text worse than chance; give more text, {steps} --steps or {fix}")
-    if corpus.chat or corpus.has_long_tokens:
+    if corpus.chat or corpus.has_long_tokens or corpus.validation_bytes < FEW_BYTES:
         print(f"text hash {corpus.text_hash}")
     else:
         print(f"xz -9e on the same text: {corpus.xz_bits_per_byte():.4f} bits per byte; text hash {corpus.text_hash}")

@@ -176,9 +176,11 @@ def print_advice(settings: Settings, corpus: Text, tokens: int) -> None:
     """Print what a new run on this text of so many tokens could do better."""
     rate, steps, lora = settings.optimizer.learning_rate, settings.optimizer.steps, settings.run.lora
     fewer = max(50, 10 * tokens // (settings.data.batch_size * settings.data.sequence_length))  # 10 epochs
+    warmup = settings.optimizer.warmup_steps
     if steps >= 2 * fewer:
-        print(f"note: a text is learned by heart when it is read so often; give more text, or --steps {fewer}")
-    if settings.optimizer.warmup_steps >= steps >= 10:
+        shorter = f"--steps {fewer}" + (f" --warmup-steps {fewer // 10}" if warmup >= fewer else "")
+        print(f"note: a text is learned by heart when it is read so often; give more text, or {shorter}")
+    if warmup >= steps >= 10:
         print(f"note: the learning rate rises until the last step; better is --warmup-steps {steps // 10}")
     is_new_to_chats = corpus.chat is not None and load_tokenizer(settings.run.init_from).chat_template is None
     if is_new_to_chats and lora is not None:

@@ -146,7 +146,7 @@ def test_every_id_that_ends_a_turn_ends_an_answer(chatml_model, output, monkeypa
     type_lines(monkeypatch, "x")
     for prompts in (["x"], None):
         output(chatml_model, prompts, chat=True, max_new_tokens=9)
-    assert [call.kwargs["eos_ids"] for call in record.call_args_list] == [ids] * 3 and len(ids) == 3
+    assert [call.kwargs["eos_ids"] for call in record.call_args_list] == [ids] * 4 and len(ids) == 3
 
 
 def test_an_error_or_ctrl_c_neither_ends_nor_changes_the_conversation(talk, monkeypatch):

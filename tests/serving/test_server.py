@@ -124,6 +124,9 @@ def test_logprobs_of_an_answer_are_those_of_its_text_and_its_ids_continue_it(cli
     token = {"token": "b", "logprob": 0, "top_logprobs": same}
     [choice] = to_choices(CompletionRequest(model="text", sampling=Sampling()), [Piece(0, "b", token)])
     assert choice["logprobs"]["top_logprobs"] == [{"a": 0}]
+    request = CompletionRequest(model="text", sampling=Sampling(), logprobs=0)
+    [choice] = to_choices(request, [Piece(0, "", end="stop")])  # it ended at once
+    assert choice["logprobs"]["tokens"] == choice["logprobs"]["token_logprobs"] == []
 
 
 def test_a_text_longer_than_the_context_is_scored_in_windows_that_overlap_by_half(client, server):

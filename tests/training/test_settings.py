@@ -125,6 +125,7 @@ def test_a_run_that_cannot_start_leaves_no_folder(flags, tmp_path, monkeypatch):
 
 def test_a_run_prints_a_text_and_the_next_command_and_can_be_evaluated(flags, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("training.progress.FEW_BYTES", 0)
     assert commands.run(parse([*flags, "--steps", "6", "--sample-prompts", "the quick"], "test")) == 0
     out = capsys.readouterr().out
     assert (tmp_path / "runs" / "text0-rms" / "best" / "config.json").exists()
