@@ -57,7 +57,8 @@ class ModelConfig:
     """A decoder: grouped-query attention with rotary positions; by default pre-norm, with RMSNorm and a SwiGLU MLP."""
 
     vocab_size: PositiveInt = 4096
-    """Number of different tokens: rows of the embedding matrix, and logits per position."""
+    """Number of different tokens: rows of the embedding matrix, and logits per position. A tokenizer of the text has at
+    most so many pieces, and fewer where the text has under a million characters; the model then has as many."""
     hidden_size: PositiveInt = 256
     """Width of the residual stream, the vector that each token carries from layer to layer."""
     intermediate_size: PositiveInt = 704
