@@ -7,6 +7,7 @@ from pathlib import Path
 import numba
 import numpy as np
 import torch
+from filelock import FileLock
 from numba.core.caching import FunctionCache
 from numba.core.codegen import CPUCodeLibrary
 from numba.extending import overload
@@ -52,7 +53,8 @@ class LoopCache(FunctionCache):
         return machine_code
 
     def save_overload(self, *arguments: object) -> None:
-        with contextlib.suppress(OSError):
+        # Two processes at once would choose one file for different loops, and load the wrong ones.
+        with contextlib.suppress(OSError), FileLock(f"{self._cache_file._index_path}.lock"):
             super().save_overload(*arguments)
 
 
