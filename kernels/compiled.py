@@ -21,11 +21,13 @@ optimize = CPUCodeLibrary._optimize_final_module
 def optimize_private_copies(library: CPUCodeLibrary) -> None:
     """Numba optimizes copies of the functions that it links, but the process that compiles would run the originals.
 
-    Those round differently. Copies that are private are run here as well as by the processes that load them.
+    Those round differently. Copies that are private are run here as well as by the processes that load them. Only in
+    kernels/cpu.py, whose loops train: with those of generation/cpu_step.py, which call each other, processes crashed.
     """
     linked = {function.name for part in library._linking_libraries for function in part.get_defined_functions()}
+    trains = any("kernels3cpu" in function.name for function in library._final_module.functions)  # mangled kernels.cpu
     for function in library._final_module.functions:
-        if function.name in linked and not function.is_declaration:
+        if trains and function.name in linked and not function.is_declaration:
             function.linkage = "internal"
     optimize(library)
 
