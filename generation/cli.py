@@ -53,8 +53,8 @@ def run(
         eos_ids=eos_ids, vocab_size=tokenizer.vocab_size, drafts=settings.drafts,
     )  # fmt: skip
     if prompts is None or device.type == "cpu":
-        for _ in continue_prompts([[tokenizer.eos_id]], max_new_tokens=2):
-            pass  # imports and compiles: Ctrl-C would end the program, not an answer, and a note stand within a text
+        # Imports and compiles first: else Ctrl-C would end the program, not an answer, and a note stand within a text.
+        list(continue_prompts([encoded[0][:1] if encoded else [tokenizer.eos_id]], max_new_tokens=2))
     if prompts is None:
         Conversation(continue_prompts, chat, settings, context).run()
     else:

@@ -24,11 +24,12 @@ def optimize_private_copies(library: CPUCodeLibrary) -> None:
     Those round differently. Copies that are private are run here as well as by the processes that load them. Only in
     kernels/cpu.py, whose loops train: with those of generation/cpu_step.py, which call each other, processes crashed.
     """
-    linked = {function.name for part in library._linking_libraries for function in part.get_defined_functions()}
-    trains = any("kernels3cpu" in function.name for function in library._final_module.functions)  # mangled kernels.cpu
-    for function in library._final_module.functions:
-        if trains and function.name in linked and not function.is_declaration:
-            function.linkage = "internal"
+    functions = [*library._final_module.functions]
+    if any("kernels3cpu" in function.name for function in functions):  # kernels.cpu, as symbols have it
+        linked = {function.name for part in library._linking_libraries for function in part.get_defined_functions()}
+        for function in functions:
+            if function.name in linked and not function.is_declaration:
+                function.linkage = "internal"
     optimize(library)
 
 
@@ -56,7 +57,7 @@ class LoopCache(FunctionCache):
 
     def save_overload(self, *arguments: object) -> None:
         # Two processes at once would choose one file for different loops, and load the wrong ones.
-        with contextlib.suppress(OSError), FileLock(f"{self._cache_file._index_path}.lock"):
+        with contextlib.suppress(OSError, NotImplementedError), FileLock(f"{self._cache_file._index_path}.lock"):
             super().save_overload(*arguments)
 
 

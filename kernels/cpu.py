@@ -67,8 +67,10 @@ def linear(x, weight, bias=None):
 
 @functools.partial(compiled, parallel=True)
 def norm_forward(x, residual, adds, weight, bias, is_layer_norm, eps, s, y, statistics):
-    """s = x + residual, or x itself, and y = norm(s), all (rows, D); statistics (rows, 2): the mean, 0 for RMSNorm, and
-    the scale."""
+    """s = x + residual, or x unless `adds`, and y = norm(s), all (rows, D).
+
+    statistics (rows, 2): the mean, 0 for RMSNorm, and the scale.
+    """
     width = x.shape[1]
     for row in prange(len(x)):
         mean, square = np.float32(0), np.float32(0)
@@ -89,9 +91,9 @@ def norm_forward(x, residual, adds, weight, bias, is_layer_norm, eps, s, y, stat
 
 @functools.partial(compiled, parallel=True)
 def norm_backward(dy, ds, adds, s, weight, is_layer_norm, statistics, dx, sums):
-    """dx = ds + scale (h - mean(h) - xhat mean(h xhat)), with h = dy weight and xhat = (s - mean) scale; without ds, 0.
+    """dx = ds + scale (h - mean(h) - xhat mean(h xhat)), with h = dy weight and xhat = (s - mean) scale.
 
-    RMSNorm has no mean(h). sums (chunks of rows, 2, D): the parts of the gradients of weight and bias.
+    RMSNorm has no mean(h), and what is not added to (`adds`) no ds. sums (chunks of rows, 2, D): the parts of the gradients of weight and bias.
     """
     rows, width = s.shape
     for chunk in prange(len(sums)):

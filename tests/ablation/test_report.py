@@ -7,9 +7,10 @@ import pandas as pd
 import pytest
 
 from ablation import report, study
-from ablation.plan import STUDIES, Plan
+from ablation.plan import STUDIES, Plan, arm_settings
 from ablation.records import VERDICT, Verdict
 from ablation.study import Study
+from model.count import num_parameters
 
 PLAN = Plan(vary={"norm": ["layer", "rms"]}, seeds=6, rerun_seeds=3, learning_rates=(1e-3,))
 
@@ -27,7 +28,7 @@ def rows_of(markdown: str, title: str) -> list[dict[str, str]]:
 
 
 def test_the_numbers_are_those_of_the_study(finish, tmp_path):
-    pair = finish(PLAN, losses)
+    pair = finish(PLAN, losses, vocab_size=300)  # of a small text
     rms, layer = report.headline(pair)  # in order of the loss
     comparison = pair.comparisons[0]
     low, high = comparison.effect.interval
@@ -41,7 +42,10 @@ def test_the_numbers_are_those_of_the_study(finish, tmp_path):
     table = pd.read_csv(tmp_path / "differences.csv")
     assert table[["low", "mean", "high"]].iloc[0].tolist() == pytest.approx([low, comparison.effect.estimate, high])
     assert float(row["p (Holm)"]) == pytest.approx(comparison.p_holm, rel=5e-3)
-    assert rows_of(shown, "Arms")[0]["nats per token"].split()[0] == loss
+    arm = rows_of(shown, "Arms")[0]
+    assert arm["nats per token"].split()[0] == loss
+    config = dataclasses.replace(arm_settings(PLAN, PLAN.all_arms["layer"]).model, vocab_size=300)
+    assert int(arm["parameters"].replace(",", "")) == num_parameters(config)
 
 
 def test_arms_that_are_open_unfinished_or_diverged_say_so(finish):

@@ -84,10 +84,8 @@ def test_a_run_keeps_the_generation_config_of_its_parent_and_writes_one_if_it_ha
     resume(child, "--steps", "3")
     assert {(child / save / path.name).read_text() for save in ("best", "last")} == {content}
     assert [line["step"] for line in evaluations(child)] == [0, 2, 3]
-    text, prompts = (
-        load_settings(run / "settings.toml").data.data,
-        load_settings(run / "settings.toml").run.sample_prompts,
-    )
+    of_run = load_settings(run / "settings.toml")
+    text, prompts = of_run.data.data, of_run.run.sample_prompts
     again = settings_of("--init-from", str(run))  # on the text of the run
     assert (again.data.data, again.run.sample_prompts) == (text, prompts) and text != ("python",)
     assert settings_of("--init-from", str(run), "--data", "python").data.data == ("python",)

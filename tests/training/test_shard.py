@@ -184,13 +184,12 @@ def test_processes_must_be_given_equal_texts_tokenizers_settings_and_saves(flags
     tokenizer = ["--tokenizer", str(shutil.copytree(run / "last", tmp_path / "tokenizer"))]
     config = tmp_path / "tokenizer" / "tokenizer_config.json"
     alike = compared(*flags)
-    assert (
-        compared(*flags[2:], "--data", str(copy), *tokenizer, "--out", "x", "--cache", str(tmp_path / "cache")) == alike
-    )
+    copied = [*flags[2:], "--data", str(copy)]
+    assert compared(*copied, *tokenizer, "--out", "x", "--cache", str(tmp_path / "cache")) == alike
     config.write_text(config.read_text().replace('"add_bos_token": true', '"add_bos_token": false'))
     (copy / "00.txt").write_text("another text")
     others = {
-        "texts": compared(*flags[2:], "--data", str(copy), "--tokenizer", str(run / "last")),
+        "texts": compared(*copied, "--tokenizer", str(run / "last")),
         "tokenizers": compared(*flags, *tokenizer),
         "settings": compared(*flags, "--learning-rate", "1e-3"),
         "saves": compared("--resume", str(run), *flags, resume=True),
