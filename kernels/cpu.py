@@ -93,7 +93,7 @@ def norm_forward(x, residual, adds, weight, bias, is_layer_norm, eps, s, y, stat
 def norm_backward(dy, ds, adds, s, weight, is_layer_norm, statistics, dx, sums):
     """dx = ds + scale (h - mean(h) - xhat mean(h xhat)), with h = dy weight and xhat = (s - mean) scale.
 
-    RMSNorm has no mean(h), and what is not added to (`adds`) no ds. sums (chunks of rows, 2, D): the parts of the gradients of weight and bias.
+    RMSNorm has no mean(h); ds counts if `adds`. sums (chunks of rows, 2, D): parts of the gradients of weight and bias.
     """
     rows, width = s.shape
     for chunk in prange(len(sums)):
