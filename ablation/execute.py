@@ -282,7 +282,7 @@ def compare(
         else:
             (folder / VERDICT).unlink(missing_ok=True)  # of fewer pairs
             if "seeds" in write_plan(experiment) and experiment.rows:
-                print("note: pairs that are added after a look find differences too often; judge looks by a rule")
+                print(f"note: {report.ADDED}")
             execute(experiment, start)
             last_lines = report.headline(experiment.study)
         path = report.write(experiment.study, folder)

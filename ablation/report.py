@@ -24,6 +24,7 @@ the differences over the seeds. Worth: training the baseline that much longer ch
 its loss over log(steps), of runs of another length or its training curve. It would take: pairs that, with a power of
 80%, show a difference as large as this or, if it is within the margin, equivalence, by the deviation of these pairs (in
 brackets by the ends of its interval)."""
+ADDED = "pairs that are added after a look find differences too often; judge looks by a rule"
 STREAM = """Mean / std in the stream: |mean| over the standard deviation of the residual stream, at the norms of the
 deeper half. Cosine with ones: 1 where all channels of the stream are equal; a mean over all norms."""
 
@@ -36,6 +37,8 @@ def plan_in_words(study: Study, workers: int) -> str:
     counts = "; ".join(f"{count} {phase}" for phase, count in phases.items()) or "none"
     arms = (arm.name if arm.baseline else f"{arm.name} (baseline)" for arm in study.plan.all_arms.values())
     differing = f"; they differ in {' and '.join(study.plan.varied)}" if len(study.plan.varied) > 1 else ""
+    if sum(arm.baseline is None for arm in study.plan.all_arms.values()) > 1:
+        differing += ". An arm is compared with the baseline before it"
     return (
         f"arms: {'; '.join(arms)}{differing}\n"
         f"learning rates: {', '.join(map(str, rates))}{sweep}\n"
@@ -158,6 +161,8 @@ def markdown_text(study: Study, rows: list[dict], folder: Path, drawn: Collectio
         shown = {name: row[name] for name in row if name not in ("unit", "mean", "low", "high")}
         differences.append({"arm": row["arm"], f"{study.unit}, {mean}": with_interval(c.effect)} | shown)
     effects = [{"effect": e.name, mean: with_interval(e), "p (Holm)": p} for e, p in grid_effects(study)]
+    changes = read_lines(folder / "changes.jsonl")
+    added = any(change["field"] == "seeds" for change in changes) and read_verdict(folder) is None
     incomplete = study.rows[study.rows.status != "completed"]
     hours = (study.rows.seconds / 3600).groupby([study.rows[name] for name in MACHINE], dropna=False, sort=False)
     machines = hours.agg([("runs", "size"), ("hours of training", "sum")])
@@ -169,7 +174,7 @@ def markdown_text(study: Study, rows: list[dict], folder: Path, drawn: Collectio
         ("Learning rates", "sweep", [table(study.sweep.reset_index().to_dict("records"))]),
         ("Rerun spread and placebo", None, [table(study.spread.reset_index().to_dict("records"))]),
         ("Runs that did not complete", None, [table(incomplete[[*KEY, "status", "reason"]].to_dict("records"))]),
-        ("Changes of the plan", None, [table(read_lines(folder / "changes.jsonl"))]),
+        ("Changes of the plan", None, [table(changes), f"Note: {ADDED}." if added else ""]),
         ("Machines and versions", None, [table(machines.reset_index().to_dict("records"))]),
     ]
     lines = headline(study)

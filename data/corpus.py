@@ -135,7 +135,7 @@ def prepare(settings: DataSettings, tokenizer: str | Path | None = None, vocab_s
 def first_words(text: str) -> str:
     """The first five words of a text, of the first line with a letter; at most 24 characters, up to a word's end."""
     line = next((line for line in text.split("\n") if any(map(str.isalpha, line))), text)
-    words = " ".join(line.split()[:5]).rstrip("\ufffd")
+    words = " ".join(line.split()[:5]).strip("\ufffd ")
     whole = re.match(r".{1,24}(?=[\s，。；：、！？])", words, re.DOTALL)  # Chinese has punctuation and no spaces
     return words if len(words) <= 24 else whole[0] if whole else words[:24]
 

@@ -11,7 +11,7 @@ import torch
 import kernels
 from data.conversations import find_conversations
 from data.sources import HUB_TEXTS, resolve
-from errors import counted, note
+from errors import UserError, counted, note
 from model.count import adapter_parameters, flops_per_token, layer_matrices, num_parameters
 from model.device import device_name
 from training.processes import ALONE
@@ -36,12 +36,15 @@ def estimate(settings: Settings, last: Path | None = None) -> float:
     check_machine(settings, device, ALONE)
     data, steps, rank = settings.data, settings.optimizer.steps, settings.run.lora
     tokens = steps * data.batch_size * data.sequence_length
-    corpus = None
+    corpus = problem = None
     if not any(name in HUB_TEXTS or name.startswith("hub:") for name in data.data):
         files = resolve(data)
         size = sum(file.size for file in files)
         if size < MAX_TEXT or find_conversations(files):
-            settings, corpus = open_text(settings, last)
+            try:
+                settings, corpus = open_text(settings, last)
+            except UserError as error:  # such as too little text for a batch; the rest depends little on the text
+                problem = error
         else:
             print(f"text: {epochs(tokens, size / BYTES_PER_TOKEN)}, if a token has {BYTES_PER_TOKEN} bytes")
     model = settings.model
@@ -56,6 +59,8 @@ def estimate(settings: Settings, last: Path | None = None) -> float:
     seconds = measure_time(settings, device, dtype, has_documents=is_chat or data.document_mask)
     if is_chat:
         print(f"a row of conversations, in which lines with + are learned:\n{corpus.show_row()}")
+    if problem is not None:
+        raise problem
     return seconds
 
 

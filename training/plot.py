@@ -47,6 +47,7 @@ def panels(height: float, rows: int = 1) -> tuple[Any, list[Any]]:
 
 def draw(runs: Sequence[Path], path: Path) -> None:
     from matplotlib.figure import Figure  # takes half a second to import: only when something is drawn
+    from matplotlib.ticker import LogFormatter
 
     use_chinese_fonts()
     axes = Figure(figsize=(8, 4.5), dpi=120, layout="constrained").add_subplot()
@@ -69,7 +70,8 @@ def draw(runs: Sequence[Path], path: Path) -> None:
             axes.legend(title="thin: training, smoothed     dots: validation")
     # On a linear axis the steep first steps would press the rest of the curve into a flat line.
     axes.set(yscale="log", xlabel="step", ylabel="loss (nats per token)")
-    axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}")
+    minor = LogFormatter(minor_thresholds=(2, 1))  # fewer labels, or none, for a loss that falls by decades
+    axes.yaxis.set(major_formatter="{x:g}", minor_formatter=minor)
     axes.grid(alpha=0.25)
     with replacing(path) as file:
         axes.figure.savefig(file, format=path.suffix[1:])
@@ -77,7 +79,9 @@ def draw(runs: Sequence[Path], path: Path) -> None:
 
 def main(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path | None = None) -> None:
     """Draw the losses of run folders into a picture, PNG or SVG; --out is needed unless it is loss.png of one run."""
-    if len(runs) != 1 and out is None:
+    if not runs:
+        raise UserError("no run is given; give folders of runs, such as runs/tiny-rms.")
+    if len(runs) > 1 and out is None:
         raise UserError("several runs need --out, such as --out losses.png; give it, or one run.")
     for run in runs:
         if not (run / metrics.NAME).is_file():

@@ -33,7 +33,9 @@ NEED_A_VALUE = ("--config", "--resume", "--init-from", "--init_from", "--norm", 
 class Actions:
     """What to do, and where the settings come from. These flags are not saved with the run."""
 
-    config: str = "tiny"  # TOML file: a path, or a name in configs/ (tiny, small, 124m, 1b; with --init-from finetune).
+    config: str = "tiny"
+    """TOML file: a path, or a name in configs/ (tiny, small, 124m, 1b; with --init-from finetune). Keys that a file
+    lacks have defaults of their own, not those of tiny: --config FILE --help-all shows all."""
     resume: Annotated[str | None, flags.optional("RUN")] = None
     """Resume this run where it stopped; flags override its own."""
     prepare: bool = False  # Do not train; make the tokenizer and all tokens of --data, so that training starts at once.
@@ -202,7 +204,7 @@ def defaults(sources: argparse.Namespace, given: Collection[str]) -> Command:
             changes["sample_prompts"] = run.run.sample_prompts
         if settings.model not in (ModelConfig(), parent):
             note(f"the model is that of {directory}; the [model] of --config {config} is not used.")
-    if "data" in given:
+    if "data" in given and is_new and config_path(config).parent == CONFIGS:
         changes["sample_prompts"] = ()  # those of the file are for its own text
     if sources.norm is not None:
         changes["norm"] = sources.norm

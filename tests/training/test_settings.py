@@ -148,6 +148,16 @@ def test_a_dry_run_trains_nothing_and_prints_what_the_run_would_need(tmp_path, m
     out = capsys.readouterr().out
     assert "1,235,814,400 parameters" in out and "not measured" in out
     assert not list(tmp_path.iterdir())
+    (tmp_path / "short.txt").write_text("a few words\n" * 50)
+    with pytest.raises(UserError, match="give more text"):  # said last
+        commands.run(parse(["--data", "short.txt", "--dry-run"], "test"))
+    assert "memory " in capsys.readouterr().out
+
+
+def test_the_prompts_of_an_own_file_stay_with_another_text(tmp_path):
+    (tmp_path / "own.toml").write_text('[run]\nsample_prompts = ["Once"]')
+    assert parse(["--config", str(tmp_path / "own.toml"), "--data", "x"], "").settings.run.sample_prompts == ("Once",)
+    assert parse(["--data", "x"], "").settings.run.sample_prompts == ()
 
 
 def test_a_value_that_is_called_like_a_flag_is_none():
