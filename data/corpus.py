@@ -23,6 +23,10 @@ from data.train_tokenizer import trained_tokenizer
 from errors import UserError, counted, note
 
 
+class TooLittleText(UserError):
+    """Fewer tokens than a batch."""
+
+
 @dataclass(frozen=True)
 class Corpus:
     """A text that can be trained on, with the methods of `Conversations`."""
@@ -88,12 +92,12 @@ class Corpus:
         return []
 
     def count_sequences(self, settings: DataSettings) -> int:
-        """The sequences of an epoch; `UserError` if they are fewer than a batch."""
+        """The sequences of an epoch; `TooLittleText` if they are fewer than a batch."""
         length, size = settings.sequence_length, settings.batch_size
         if len(self.train) // length < size:
             needed = f"one batch of {size} sequences of {length} needs {size * length:,}"
             fix = "give more text, or a smaller --batch-size, --sequence-length or --vocab-size"
-            raise UserError(f"the text has {len(self.train):,} tokens to train on, but {needed}; {fix}.")
+            raise TooLittleText(f"the text has {len(self.train):,} tokens to train on, but {needed}; {fix}.")
         return len(self.train) // length
 
     def batch(self, **order: int) -> Batch:

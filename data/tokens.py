@@ -31,7 +31,7 @@ from data.tokenizer import Tokenizer
 from errors import UserError, note
 from files import digest, replace_text, replacing
 
-VERSION = 8  # raised when the same text and tokenizer would give other files
+VERSION = 9  # raised when the same text and tokenizer would give other files
 UNIT_BYTES = 64_000_000
 GROUP = 4_000_000  # characters that are encoded together, on all cores
 

@@ -171,10 +171,11 @@ def read_prompts(settings: Settings) -> list[str | list[dict]] | None:
         log(f"standard input has {counted(len(rows), 'prompt')}")
         return rows
     if not sys.stdin.isatty():
-        log("reading the prompt from standard input")  # if nobody writes to that pipe, the program seems to hang
+        what = "one message, of all lines," if settings.chat else "the prompt"
+        log(f"reading {what} from standard input")  # if nobody writes to that pipe, the program seems to hang
         with reading("standard input", "convert it to UTF-8"):
             text = sys.stdin.buffer.read().decode("utf-8-sig")
-        return [text.removesuffix("\n").removesuffix("\r")]  # the one line break that `echo` and editors append
+        return [text.replace("\r\n", "\n").removesuffix("\n")]  # the line break that `echo` and editors append
     if settings.chat and settings.samples > 1:
         raise UserError("a conversation has one answer to each message; give --samples with messages after the run.")
     if settings.chat:

@@ -10,8 +10,9 @@ import torch
 
 import kernels
 from data.conversations import find_conversations
+from data.corpus import TooLittleText
 from data.sources import HUB_TEXTS, resolve
-from errors import UserError, counted, note
+from errors import counted, note
 from model.count import adapter_parameters, flops_per_token, layer_matrices, num_parameters
 from model.device import device_name
 from training.processes import ALONE
@@ -43,7 +44,7 @@ def estimate(settings: Settings, last: Path | None = None) -> float:
         if size < MAX_TEXT or find_conversations(files):
             try:
                 settings, corpus = open_text(settings, last)
-            except UserError as error:  # such as too little text for a batch; the rest depends little on the text
+            except TooLittleText as error:  # said last, as the rest depends little on the text
                 problem = error
         else:
             print(f"text: {epochs(tokens, size / BYTES_PER_TOKEN)}, if a token has {BYTES_PER_TOKEN} bytes")

@@ -182,7 +182,8 @@ def print_advice(settings: Settings, corpus: Text, tokens: int) -> None:
         print(f"note: a text is learned by heart when it is read so often; give more text, or {shorter}")
     if warmup >= steps >= 10:
         print(f"note: the learning rate rises until the last step; better is --warmup-steps {steps // 10}")
-    is_new_to_chats = corpus.chat is not None and load_tokenizer(settings.run.init_from).chat_template is None
+    parent = settings.run.init_from
+    is_new_to_chats = corpus.chat and parent and load_tokenizer(parent).chat_template is None
     if is_new_to_chats and lora is not None:
         print("note: the model has not seen the tokens of the roles, which an adapter hardly teaches; leave out --lora")
     elif is_new_to_chats and rate < 3e-4:

@@ -120,3 +120,9 @@ def test_a_dry_run_marks_what_is_learned_and_evaluations_ask_a_question(chat_fla
 def test_conversations_are_not_cut_into_shorter_sequences(chat_flags, tmp_path):
     with pytest.raises(UserError, match=r"--first-sequence-length would cut conversations .*-length None"):
         train_run(tmp_path / "run", *chat_flags, "--first-sequence-length", "16")
+
+
+def test_a_new_model_learns_conversations_with_a_given_tokenizer(flags, chat_file, finished_run, tmp_path):
+    start = ["--data", str(chat_file), "--tokenizer", str(finished_run / "last"), "--vocab-size", "410"]
+    run = train_run(tmp_path / "run", *flags[2:], *start, "--steps", "2")
+    assert load_tokenizer(run / "last").chat_template is not None
