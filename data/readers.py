@@ -21,8 +21,8 @@ Document = Iterable[str]  # its text in blocks, to be read at most once
 
 
 def read_documents(file: TextFile) -> Iterator[Document]:
-    """The documents of a file in order; none of a text file that is left out, see `why_left_out`."""
-    if file.format == "text" and not why_left_out(file):
+    """The documents of a file in order, one for each row; none of a text file that is left out or empty."""
+    if file.format == "text" and file.size and not why_left_out(file):
         yield read_blocks(file.fetch())
     if file.format == "topics":  # the language reference as `help()` shows it
         from pydoc_data.topics import topics
@@ -32,8 +32,7 @@ def read_documents(file: TextFile) -> Iterator[Document]:
     for place, row in read_rows(file):
         with reading(place, ROW):
             text = text_of(decode(row), file.field)
-        if text:
-            yield [text]
+        yield [text] if text else []
 
 
 @functools.cache

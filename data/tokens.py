@@ -28,7 +28,7 @@ from data.readers import Document, read_documents, why_left_out
 from data.sources import TextFile
 from data.split import DOCUMENT
 from data.tokenizer import Tokenizer
-from errors import UserError, note
+from errors import UserError, counted, note
 from files import digest, replace_text, replacing
 
 VERSION = 9  # raised when the same text and tokenizer would give other files
@@ -54,8 +54,10 @@ class Unit:
                 return
             documents = itertools.chain.from_iterable(map(read_documents, self.files))
             with replacing(self.path) as file:
-                table = write_ids(file, documents, self.tokenizer)
+                table, empty = write_ids(file, documents, self.tokenizer)
             reasons = [f"{reason}\n" for reason in map(why_left_out, self.files) if reason]
+            if empty:
+                reasons.append(f"{counted(empty, 'row')} without text\n")
             replace_text(self.path.with_suffix(".skipped"), "".join(reasons))
             with replacing(self.path.with_suffix(".docs")) as file:
                 file.write(table.tobytes())
@@ -70,8 +72,10 @@ class Unit:
         return table
 
 
-def write_ids(file: BinaryIO, documents: Iterable[Document], tokenizer: Tokenizer) -> np.ndarray:
-    """Write the ids of documents to an open file; a row of `DOCUMENT` for each that is not empty."""
+def write_ids(file: BinaryIO, documents: Iterable[Document], tokenizer: Tokenizer) -> tuple[np.ndarray, int]:
+    """Write the ids of documents to an open file; a row of `DOCUMENT` for each, and the number of empty ones."""
+    numbers = itertools.count()
+    documents = (document for document, _ in zip(documents, numbers, strict=False))
     bos = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], tokenizer.dtype)
     eos = np.array([tokenizer.eos_id], tokenizer.dtype)
     table = array("Q")  # row after row
@@ -88,7 +92,8 @@ def write_ids(file: BinaryIO, documents: Iterable[Document], tokenizer: Tokenize
         file.write(eos)
         tokens = (file.tell() - start) // tokenizer.dtype.itemsize
         table.extend((int.from_bytes(content.digest(), "little"), size, tokens))
-    return np.array(table, "<u8").view(DOCUMENT)
+    rows = np.array(table, "<u8").view(DOCUMENT)
+    return rows, next(numbers) - len(rows)  # documents without a block have no row
 
 
 def encode_blocks(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[int, str, Sequence[int]]]:

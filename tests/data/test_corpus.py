@@ -259,5 +259,6 @@ def test_a_text_too_small_for_the_vocabulary_gets_a_smaller_one_and_one_without_
 
 
 def test_the_hash_of_a_document_is_that_of_its_complete_text_also_of_several_blocks(ours):
-    rows = tokens.write_ids(io.BytesIO(), [["one ", "end"], ["two ", "end"]], ours)
+    rows, empty = tokens.write_ids(io.BytesIO(), [["one ", "end"], [], ["two ", "end"]], ours)
+    assert empty == 1
     assert rows["hash"].tolist() == [content_hash(text) for text in ("one end", "two end")]
