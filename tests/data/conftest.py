@@ -16,7 +16,7 @@ from data.train_tokenizer import train_tokenizer
 def read(*sources: str | Path, field: str = "text") -> list[str]:
     """The documents of the sources."""
     files = resolve(DataSettings(data=tuple(map(str, sources)), text_field=field, cache="nowhere"))
-    return ["".join(document) for file in files for document in read_documents(file)]
+    return [*filter(None, ("".join(document) for file in files for document in read_documents(file)))]
 
 
 @pytest.fixture(scope="session")
