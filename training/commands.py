@@ -31,7 +31,7 @@ def run(command: Command) -> int:
     last = find_last(Path(actions.resume)) if actions.resume else None
     with explain_out_of_memory(f"too little memory; {LESS_MEMORY}."), explain_lost_process():
         if not (actions.dry_run or actions.prepare or actions.eval_only):
-            stopped_by = train_in_own_folder(command) if is_main_process() else train_in_folder_of_main(command)
+            stopped_by = train_in_folder(command)
         elif not is_main_process():
             pass
         elif actions.dry_run:
@@ -45,22 +45,17 @@ def run(command: Command) -> int:
     return 128 + stopped_by if stopped_by else 0
 
 
-def train_in_own_folder(command: Command) -> int:
-    """Train in a folder that no other process uses: the one to resume, or a new one, which a failed start deletes."""
-    settings = command.settings
-    resume = command.actions.resume is not None
-    run_dir = Path(command.actions.resume or settings.run.out or make_run_dir(settings, command.actions.config))
+def train_in_folder(command: Command) -> int:
+    """Train in a folder that no other run uses: the one to resume, or a new one, which a failed start deletes."""
+    settings, resume = command.settings, command.actions.resume
+    if not is_main_process():  # it prints nothing, and gets the folder of a new run from the main process
+        with contextlib.redirect_stdout(None):
+            return train(settings, Path(resume or "unused"), resume=resume is not None)
+    run_dir = Path(resume or settings.run.out or make_run_dir(settings, command.actions.config))
     with locked(run_dir):
-        if not resume and os.listdir(run_dir) != [LOCK]:
+        if resume is None and os.listdir(run_dir) != [LOCK]:
             raise UserError(f"{run_dir} is not empty, and runs are never overwritten; use another --out, or --resume.")
-        return train(settings, run_dir, resume=resume)
-
-
-def train_in_folder_of_main(command: Command) -> int:
-    """Train as one of several processes, without printing."""
-    resume = command.actions.resume
-    with contextlib.redirect_stdout(None):  # the folder of a new run comes from the main process
-        return train(command.settings, Path(resume or "unused"), resume=resume is not None)
+        return train(settings, run_dir, resume=resume is not None)
 
 
 def make_run_dir(settings: Settings, config: str) -> Path:
