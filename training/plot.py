@@ -31,12 +31,12 @@ def use_chinese_fonts(*texts: str) -> None:
     warnings.filterwarnings("ignore", "Glyph .* missing from font")
 
 
-def panels(height: float, rows: int = 1) -> tuple[Any, list[Any]]:
-    """A figure of this height in inches, to be read on a phone, and its axes, one below the other."""
-    from matplotlib.figure import Figure
+def panels(height: float, rows: int = 1, width: float = 5.4) -> tuple[Any, list[Any]]:
+    """A figure of this size in inches, by default to be read on a phone, and its axes, one below the other."""
+    from matplotlib.figure import Figure  # takes half a second to import: only when something is drawn
 
     use_chinese_fonts()
-    figure = Figure(figsize=(5.4, height), dpi=110, layout="constrained")  # 594 pixels wide
+    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")  # 594 pixels wide on a phone
     every = [*figure.subplots(rows, sharex=True, squeeze=False).flat]
     for axes in every:
         axes.grid(alpha=0.25)
@@ -46,11 +46,10 @@ def panels(height: float, rows: int = 1) -> tuple[Any, list[Any]]:
 
 
 def draw(runs: Sequence[Path], path: Path) -> None:
-    from matplotlib.figure import Figure  # takes half a second to import: only when something is drawn
     from matplotlib.ticker import LogFormatter
 
-    use_chinese_fonts()
-    axes = Figure(figsize=(8, 4.5), dpi=120, layout="constrained").add_subplot()
+    figure, [axes] = panels(4.5, width=8)
+    use_chinese_fonts(*map(str, runs))
     for i, run in enumerate(runs):
         style = {"color": COLOURS[i % 4], "linestyle": DASHES[i % 4]}
         lines = metrics.read(run)
@@ -72,9 +71,8 @@ def draw(runs: Sequence[Path], path: Path) -> None:
     axes.set(yscale="log", xlabel="step", ylabel="loss (nats per token)")
     minor = LogFormatter(minor_thresholds=(2, 1))  # fewer labels, or none, for a loss that falls by decades
     axes.yaxis.set(major_formatter="{x:g}", minor_formatter=minor)
-    axes.grid(alpha=0.25)
     with replacing(path) as file:
-        axes.figure.savefig(file, format=path.suffix[1:])
+        figure.savefig(file, format=path.suffix[1:])
 
 
 def main(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path | None = None) -> None:
@@ -89,7 +87,6 @@ def main(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path | None = None) 
     path = out or runs[0] / "loss.png"
     if path.suffix not in (".png", ".svg"):
         raise UserError(f"--out {path} must end in .png or .svg.")
-    use_chinese_fonts(*map(str, runs))
     draw(runs, path)
     print(printable(f"written: {path}"))
 
