@@ -107,8 +107,8 @@ TABLE = r"""
 - is_best = validation_loss is not None and (best is None or validation_loss < best)
 + is_best = validation_loss is not None
 ! training/test_loop.py::test_a_loss_that_rises_twice_is_a_note_also_where_the_run_was_resumed
-- tokens=state.tokens + data.batch_size * data.sequence_length,
-+ tokens=state.tokens + data.batch_size // session.processes.count * data.sequence_length,
+- state.tokens += data.batch_size * data.sequence_length
++ state.tokens += data.batch_size // session.processes.count * data.sequence_length
 ! training/test_shard.py::test_two_processes_train_the_run_of_one_and_it_resumes_after_a_signal_or_a_kill
 @ training/optimizer.py
 - update = parameter.grad.lerp(momentum, MOMENTUM)

@@ -34,7 +34,7 @@ from model.decoder import Decoder
 from training.processes import Processes, distribute_like, owned_tensors, owner_ranks
 
 
-@dataclass(frozen=True)
+@dataclass
 class State:
     """The progress of a run. With settings.toml and the tensors, all that a resumed run needs."""
 

@@ -3,7 +3,6 @@
 Batches and learning rates are functions of the step number: weights, moments and that number are all of a run's state.
 """
 
-import dataclasses
 import math
 import time
 from collections.abc import Iterator
@@ -25,9 +24,8 @@ from training.step import Diverged, StepResult, train_step
 def train_steps(session: Session) -> Iterator[StepResult]:
     """Take a step per iteration: weights and `session.state` include it, and the caller may save, change or stop."""
     data, optimizer, scaler = session.settings.data, session.optimizer, session.scaler
-    settings = session.settings.optimizer
-    while session.state.step < session.steps:
-        state = session.state
+    settings, state = session.settings.optimizer, session.state
+    while state.step < session.steps:
         start = time.perf_counter()
         lr = learning_rate(state.step, session.steps, settings)
         for group in optimizer.param_groups:
@@ -40,32 +38,28 @@ def train_steps(session: Session) -> Iterator[StepResult]:
         except Diverged as error:
             raise diverged(session, state.step + 1, str(error)) from None
         seconds = time.perf_counter() - start
-        session.state = dataclasses.replace(
-            state,
-            step=state.step + 1,
-            tokens=state.tokens + data.batch_size * data.sequence_length,
-            seconds=state.seconds + seconds,
-            scaler=scaler.state_dict() or None,
-        )
-        yield StepResult(session.state.step, loss, gradient_norm, lr, seconds)
+        state.step += 1
+        state.tokens += data.batch_size * data.sequence_length
+        state.seconds += seconds
+        state.scaler = scaler.state_dict() or None
+        yield StepResult(state.step, loss, gradient_norm, lr, seconds)
 
 
 def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
     """Train a run in the folder `run_dir`; returns 0, or the number of the signal that stopped it after a save."""
     session = set_up(settings, run_dir, resume=resume)
-    processes = session.processes
+    processes, state = session.processes, session.state
     processes.wait()  # all have read the save that `open_run` may rename
     if is_main_process():
         open_run(session)
     hidden = None if is_main_process() else True  # None: hidden where standard error is no terminal
-    bar = tqdm(total=session.steps, initial=session.state.step, unit="step", disable=hidden, dynamic_ncols=True)
+    bar = tqdm(total=session.steps, initial=state.step, unit="step", disable=hidden, dynamic_ncols=True)
     stopped_by = 0
     with stop_signals(second_interrupts=processes.count == 1) as received, bar:
         if settings.run.init_from is not None and not resume:
             evaluate_and_save(session)
         for result in train_steps(session):
             if is_main_process():
-                state = session.state
                 metrics.write(session.run_dir, **vars(result), tokens=state.tokens, seconds=state.seconds)
                 show_step(session, bar, result)
             stopped_by = int(processes.max(received[-1]))
@@ -79,7 +73,7 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
         if is_main_process():
             report_end(session)
     finish_processes(processes)
-    return 0 if session.state.step == session.steps else stopped_by
+    return 0 if state.step == session.steps else stopped_by
 
 
 def open_run(session: Session) -> None:
@@ -114,7 +108,7 @@ def save(session: Session, validation_loss: float | None = None) -> None:
     best = state.best_validation_loss
     is_best = validation_loss is not None and (best is None or validation_loss < best)
     if is_best:
-        state = dataclasses.replace(state, best_validation_loss=validation_loss)
+        state.best_validation_loss = validation_loss
     last = session.run_dir / "last"
     try:
         checkpoint.write_tensors(last, session.model, session.optimizer, tokenizer, processes)
@@ -124,7 +118,6 @@ def save(session: Session, validation_loss: float | None = None) -> None:
     except OSError as error:
         saves = checkpoint.describe_saves(session.run_dir)
         raise UserError(f"step {state.step} cannot be saved ({error}); {saves}.") from error
-    session.state = state
 
 
 def diverged(session: Session, step: int, problem: str) -> Diverged:
