@@ -107,11 +107,8 @@ def explain_box(box: str) -> str:
     text = " ".join(line.strip("│ ") for line in lines if not line.startswith("│         "))  # without help of flags
     reason = text.partition(" ──")[0].rstrip(".")
     reason = re.sub("^Missing value for argument '(.*)'.*", r"\1 needs a value after it", reason)
-    reason = re.sub("^Error parsing (.*): invalid literal .*: ('.*')", r"\1 is \2, no whole number", reason)
-    reason = re.sub("^Error parsing (.*): could not convert .*: ('.*')", r"\1 is \2, no number", reason)
-    reason = re.sub(
-        r"^(?:Error parsing )?(--\S+): no type matching .* from \[(.*?)\].*", r"\1 is \2, no number", reason
-    )
+    reason = re.sub(r"^Error parsing (\S+): invalid literal.*?('.*')", r"\1 is \2, no whole number", reason)
+    reason = re.sub(r"^Error parsing (\S+): (?:could not|no type).*?('.*?').*", r"\1 is \2, no number", reason)
     similar = re.search("Perhaps you meant: (--[a-z0-9-]+)", text)
     return f"{reason}; see --help.{f' Did you mean {similar[1]}?' if similar else ''}"
 
