@@ -3,7 +3,6 @@ that stop it. With `--shard` weights, gradients and moments are divided by rows 
 """
 
 import contextlib
-import hashlib
 import os
 import signal
 import time
@@ -19,6 +18,7 @@ from torch import Tensor
 
 import kernels
 from errors import UserError
+from files import digest
 from model.decoder import Decoder
 from training.settings import MachineSettings
 
@@ -53,9 +53,8 @@ class Processes:
     def check_equal(self, **values: object) -> None:
         """Raise `UserError` in all processes unless each has the same values, by their `repr`."""
         for name, value in values.items():
-            digest = int(hashlib.blake2b(repr(value).encode(), digest_size=6).hexdigest(), 16)  # exact as a float64
-            minimum, maximum = -self.max(-digest), self.max(digest)
-            if minimum != maximum:
+            number = int(digest(value)[:12], 16)  # exact as a float64
+            if self.max(number) != -self.max(-number):
                 raise UserError(f"the {name} of the processes differ; give all the same files, settings and Python.")
 
     def wait(self) -> None:

@@ -93,8 +93,7 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool) -> Session:
     device, dtype = use_machine(settings.machine, processes.device)
     check_machine(settings, device, processes)
     keep_freed_memory()
-    machine = dataclasses.replace(settings.machine, dtype=str(dtype).removeprefix("torch."))
-    settings = dataclasses.replace(settings, machine=machine)
+    settings = replace_settings(settings, {"dtype": str(dtype).removeprefix("torch.")})
 
     last = checkpoint.find_last(run_dir) if resume else None
     with processes.main_first():  # it writes the tokens, which the others then read
@@ -116,7 +115,7 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool) -> Session:
     if processes.count > 1:
         print(f"{processes.count} processes, each with {'its part' if processes.sharded else 'a copy'} of the weights")
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    computed = f"{device_name(device)}, {machine.dtype} activations, kernels: {kernels.describe(device)}"
+    computed = f"{device_name(device)}, {settings.machine.dtype} activations, kernels: {kernels.describe(device)}"
     print(f"model: {size:.2f}M parameters, {settings.model.norm} norm; {computed}")
     return Session(settings, run_dir, processes, device, corpus, model, forward, optimizer, scaler, state)
 
