@@ -119,9 +119,6 @@ def exit_on_user_error() -> Iterator[None]:
             yield
         finally:
             sys.stdout.flush()  # here, as a full disk is a traceback when the interpreter flushes
-    except SystemExit as error:  # such as after a wrong flag
-        let_main_process_print_first(error.code)
-        raise
     except BrokenPipeError:
         exit_with("", 141)
     except KeyboardInterrupt:
@@ -148,7 +145,8 @@ def open_closed_streams() -> None:
 
 
 def exit_with(message: str, status: int) -> NoReturn:
-    let_main_process_print_first(status)
+    if not is_main_process():
+        time.sleep(3)  # until the main one has printed: when one has ended, all are stopped
     print_or_discard("", sys.stdout)
     if message:
         print_or_discard(fit_terminal(message, sys.stderr) + "\n", sys.stderr)
@@ -180,12 +178,6 @@ def interrupt_once(number: int, frame: FrameType | None) -> None:
     for stop in (signal.SIGINT, signal.SIGTERM):
         signal.signal(stop, lambda *_: None)  # with SIG_IGN, Python complains of one that has arrived already
     interrupt(number, frame)
-
-
-def let_main_process_print_first(status: int) -> None:
-    """Wait in the other processes before they end with an error: when one has ended, all are stopped."""
-    if status and not is_main_process():
-        time.sleep(3)
 
 
 def run_main(module: str, program: str = "") -> NoReturn:
