@@ -2,7 +2,10 @@
 
 import contextlib
 import hashlib
+import json
 import os
+import shutil
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -14,16 +17,12 @@ LOCK = ".lock"  # name of the lock file in a folder; the system releases the loc
 
 def read_json(path: Path) -> dict:
     """The JSON object in a file; an empty one if there is no file."""
-    import json  # here, as Ctrl-C in an import before `exit_on_user_error` is a traceback
-
     with reading(path):
         return dict(json.loads(path.read_bytes())) if path.is_file() else {}  # not of a named pipe
 
 
 def read_toml(path: Path) -> dict:
     """The tables and keys of a TOML file."""
-    import tomllib
-
     with reading(path, "correct it, or give another file"):
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # which may begin with a byte order mark
 
@@ -76,9 +75,7 @@ def fsync(*paths: Path) -> None:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Create a folder and hold its lock. An empty one is deleted at the end. `UserError`: another process has it."""
-    import shutil
-
-    from filelock import FileLock, Timeout
+    from filelock import FileLock, Timeout  # here, as it takes a tenth of a second to import
 
     folder.mkdir(parents=True, exist_ok=True)
     try:

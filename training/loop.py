@@ -79,7 +79,6 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
 def open_run(session: Session) -> None:
     """Make the run folder, finish an interrupted save, shorten metrics.jsonl to it, and write settings.toml."""
     run_dir = session.run_dir
-    run_dir.mkdir(parents=True, exist_ok=True)
     for name in ("last", "best"):
         checkpoint.recover_interrupted_save(run_dir / name)
     metrics.keep_until(run_dir, session.state.step)
