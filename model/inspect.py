@@ -57,13 +57,11 @@ def inspect(decoder: Decoder, ids: Sequence[int]) -> Inspection:
         norms.append(names[norm])
         record(measure_norm(norm, outputs[1][0]))
 
-    def read_attention(attention: Attention, inputs: tuple, _: Tensor) -> None:
-        record(measure_attention(attention, *inputs[:3], ids))
-
-    def read_layer(_: Layer, inputs: tuple, outputs: tuple[Tensor, Tensor | None]) -> None:
-        record(predict(decoder, *outputs))
-
-    hooks = {Norm: read_norm, Attention: read_attention, Layer: read_layer}
+    hooks = {
+        Norm: read_norm,
+        Attention: lambda attention, inputs, _: record(measure_attention(attention, *inputs[:3], ids)),
+        Layer: lambda _layer, _inputs, outputs: record(predict(decoder, *outputs)),
+    }
     losses = token_losses(decoder, ids, {module: hooks[type(module)] for module in names if type(module) in hooks})
     stacked = {field: torch.stack(tensors) for field, tensors in measured.items()}
     chance = math.sqrt(2 / (math.pi * decoder.config.hidden_size))
