@@ -34,21 +34,14 @@ class Processes:
     sharded: bool = False  # whether the weights are divided among them
 
     @contextlib.contextmanager
-    def main_first(self) -> Iterator[None]:
-        """A block that the other processes enter when the main one has left it, perhaps hours later."""
+    def main_first(self, folder: Path) -> Iterator[Path]:
+        """A block that the others enter when the main process has left it, perhaps hours later; all get its folder."""
         if self.rank > 0:
-            self.store.wait(["main_first"], timedelta(hours=6))
-        yield
+            self.store.wait(["folder"], timedelta(hours=6))
+            folder = Path(self.store.get("folder").decode())
+        yield folder
         if self.rank == 0 and self.count > 1:
-            self.store.set("main_first", "done")
-
-    def folder_of_main(self, folder: Path) -> Path:
-        """The `folder` of the main process, in all processes."""
-        if self.rank > 0:
-            return Path(self.store.get("folder").decode())
-        if self.count > 1:
             self.store.set("folder", str(folder.absolute()))
-        return folder
 
     def check_equal(self, **values: object) -> None:
         """Raise `UserError` in all processes unless each has the same values, by their `repr`."""

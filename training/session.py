@@ -96,9 +96,8 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool) -> Session:
     settings = replace_settings(settings, {"dtype": str(dtype).removeprefix("torch.")})
 
     last = checkpoint.find_last(run_dir) if resume else None
-    with processes.main_first():  # it writes the tokens, which the others then read
+    with processes.main_first(run_dir) as run_dir:  # it writes the tokens, which the others then read
         settings, corpus = open_text(settings, last)
-    run_dir = processes.folder_of_main(run_dir)
     if last is None:
         state = State(0, 0, 0.0, None, corpus.text_hash, fixed_settings(settings))
     else:
