@@ -25,6 +25,7 @@ PositiveFloat = Annotated[float, Meta(gt=0, lt=1e18)]  # finite
 NonNegativeFloat = Annotated[float, Meta(ge=0, lt=1e18)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Beta = Annotated[float, Meta(ge=0, lt=1)]
+LIMITS = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
 
 
 def optional(metavar: str, **options: object) -> object:
@@ -43,16 +44,14 @@ def convert(name: str, value: object, kind: Any, *, strict: bool = True) -> Any:
         return msgspec.convert(value, kind, strict=strict)
     except msgspec.ValidationError as error:
         choices = [choice for choice in get_args(kind) if isinstance(choice, str)]
-        problem = re.sub(r"Expected `(?:int|float)` (<|>)(=?) (\S+).*", say_limit, str(error))
-        problem = re.sub("Expected `bool`, got .*", "it must be true or false", problem)
-        problem = f"it must be one of {', '.join(choices)}" if choices else problem
+        problem = str(error)
+        if choices:
+            problem = f"it must be one of {', '.join(choices)}"
+        elif limit := re.match(r"Expected `(?:int|float)` ([<>]=?) (\S+)", problem):
+            problem = f"it must be {LIMITS[limit[1]]} {limit[2]}"
+        elif problem.startswith("Expected `bool`"):
+            problem = "it must be true or false"
         raise UserError(f"{name} is {value!r}: {problem}.{nearest(str(value), choices)}") from None
-
-
-def say_limit(limit: re.Match) -> str:
-    """A limit in words: `>= 1` becomes "it must be at least 1"."""
-    words = {">=": "at least", "<=": "at most", ">": "above", "<": "below"}
-    return f"it must be {words[limit[1] + limit[2]]} {limit[3]}"
 
 
 def check_fields(table: object) -> None:
