@@ -80,7 +80,7 @@ def evaluate_checkpoint(settings: Settings) -> None:
     changed = [name for name, value in vars(settings.model).items() if value != model_as_it_is[name]]
     if changed:
         raise UserError(f"--eval-only takes the model as it is; leave out --{changed[0].replace('_', '-')}.")
-    device, dtype = use_machine(settings.machine)
+    device, dtype = use_machine(settings)
     corpus = prepare_corpus(settings)
     model = load_pretrained(directory, device=device, compute_dtype=dtype)
     print(f"{directory} on all of {', '.join(data.data)}, in windows of {data.sequence_length} tokens")

@@ -16,7 +16,7 @@ from errors import counted, note
 from model.count import adapter_parameters, flops_per_token, layer_matrices, num_parameters
 from model.device import device_name
 from training.processes import ALONE
-from training.session import check_machine, epochs, open_text, prepare_training, use_machine
+from training.session import epochs, open_text, prepare_training, use_machine
 from training.settings import Settings
 from training.step import train_step
 from training.weights import initial_model
@@ -33,8 +33,7 @@ def estimate(settings: Settings, last: Path | None = None) -> float:
 
     last: the save of a run that is resumed, whose tokenizer it keeps.
     """
-    device, dtype = use_machine(settings.machine)
-    check_machine(settings, device, ALONE)
+    device, dtype = use_machine(settings)
     data, steps, rank = settings.data, settings.optimizer.steps, settings.run.lora
     tokens = steps * data.batch_size * data.sequence_length
     corpus = problem = None
@@ -70,16 +69,16 @@ def print_memory(settings: Settings, dtype: torch.dtype, device: torch.device) -
     sizes = memory(settings, dtype, device)
     listed = ", ".join(f"{what} {format_bytes(size)}" for what, size in sizes.items() if size > 0)
     micro_batch = f"a micro-batch of {settings.data.micro_batch()} in {str(dtype).removeprefix('torch.')}"
-    counts_all = settings.model.is_plain and not settings.model.qk_norm
-    counts_all = counts_all and kernels.implementation(device) is not kernels.reference
+    model = settings.model
+    counts_all = model.is_plain and not model.qk_norm and kernels.implementation(device) is not kernels.reference
     prefix = "" if counts_all else "at least "
     print(f"memory    {prefix}{format_bytes(sum(sizes.values()))}: {listed} for {micro_batch}", flush=True)
     if settings.machine.shard:
         # Undivided: also the gathered weights of embedding, head and two layers, and their gradients; no other copies.
-        each = sizes["activations"] + 8 * num_parameters(dataclasses.replace(settings.model, num_hidden_layers=2))
+        each = sizes["activations"] + 8 * num_parameters(dataclasses.replace(model, num_hidden_layers=2))
         divided = sizes["weights"] + sizes["gradients"] + sizes["moments"]
         if settings.optimizer.optimizer == "muon":  # a process has the complete matrices that it orthogonalizes
-            divided += 8 * num_parameters(settings.model)
+            divided += 8 * num_parameters(model)
         shares = {count: format_bytes(divided / count + each) for count in (2, 4, 8)}
         print("sharded   " + ", ".join(f"{share} on each of {count}" for count, share in shares.items()))
 

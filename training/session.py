@@ -23,8 +23,8 @@ from model.device import choose_device, choose_dtype, device_name, keep_freed_me
 from training import checkpoint
 from training.checkpoint import State
 from training.optimizer import build_optimizer, freeze_parameters
-from training.processes import Processes, shard, start_processes
-from training.settings import MachineSettings, Settings, changed_fields, load_settings, replace_settings
+from training.processes import ALONE, Processes, shard, start_processes
+from training.settings import Settings, changed_fields, load_settings, replace_settings
 from training.step import split_batch
 from training.weights import initial_model
 
@@ -90,8 +90,7 @@ def sequence_length(step: int, steps: int, data: DataSettings) -> int:
 def set_up(settings: Settings, run_dir: Path, *, resume: bool) -> Session:
     """Print and build the session of a new run, or of the last checkpoint in `run_dir`, in which it writes nothing."""
     processes = start_processes(settings.machine)
-    device, dtype = use_machine(settings.machine, processes.device)
-    check_machine(settings, device, processes)
+    device, dtype = use_machine(settings, processes)
     keep_freed_memory()
     settings = replace_settings(settings, {"dtype": str(dtype).removeprefix("torch.")})
 
@@ -119,23 +118,23 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool) -> Session:
     return Session(settings, run_dir, processes, device, corpus, model, forward, optimizer, scaler, state)
 
 
-def use_machine(machine: MachineSettings, device: torch.device | None = None) -> tuple[torch.device, torch.dtype]:
-    """Use the kernels of the settings from now on; returns their device and dtype of activations."""
-    device = device or choose_device(machine.device)
+def use_machine(settings: Settings, processes: Processes = ALONE) -> tuple[torch.device, torch.dtype]:
+    """Use the kernels of the settings from now on; returns the device and the dtype of activations.
+
+    `UserError` for what these processes cannot train.
+    """
+    machine = settings.machine
+    device = processes.device or choose_device(machine.device)
     kernels.use(machine.kernels, device)
-    return device, choose_dtype(machine.dtype, device)
-
-
-def check_machine(settings: Settings, device: torch.device, processes: Processes) -> None:
-    """`UserError` for what these processes cannot train."""
     if settings.model.norm == "batch" and processes.count > 1:
         raise UserError("--norm batch has statistics of its own in each process; use one process.")
     if settings.data.batch_size % processes.count:
         raise UserError(f"--batch-size {settings.data.batch_size} cannot be divided by {processes.count} processes.")
-    if settings.machine.compile and device.type == "cpu" and not any(map(shutil.which, COMPILERS)):
+    if machine.compile and device.type == "cpu" and not any(map(shutil.which, COMPILERS)):
         raise UserError(f"--compile needs a C++ compiler: one of {', '.join(COMPILERS)}.")
-    if settings.machine.compile and device.type != "cpu" and kernels.gpu is None:
+    if machine.compile and device.type != "cpu" and kernels.gpu is None:
         raise UserError("--compile needs Triton, which is not installed: pip install triton.")
+    return device, choose_dtype(machine.dtype, device)
 
 
 def check_processes_agree(processes: Processes, settings: Settings, corpus: Text, state: State) -> None:
