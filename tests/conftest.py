@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -70,6 +71,7 @@ if os.environ.get("TRITON_INTERPRET") and importlib.util.find_spec("triton"):
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = rounding_cast, upcasting_dot
 
 
+ROOT = Path(__file__).parent.parent
 SHAPE = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6)  # in llama2c's order
 SHAPE |= dict(num_key_value_heads=2, vocab_size=97, max_position_embeddings=64)
 
@@ -123,6 +125,12 @@ def stories260k_directory(shared: Path, tmp_path_factory) -> Path:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     shutil.copy(shared / "stories260K" / "tok512.model", directory / "tokenizer.model")
     return directory
+
+
+def run_python(*arguments: object, **options) -> subprocess.CompletedProcess:
+    """Run Python with arguments in the project's folder, and keep what it prints."""
+    options = {"cwd": ROOT, "capture_output": True, "text": True} | options
+    return subprocess.run([sys.executable, *map(str, arguments)], **options)
 
 
 def edit_json(path: Path, *, without: tuple[str, ...] = (), **changes) -> None:

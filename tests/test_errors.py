@@ -10,14 +10,13 @@ import pytest
 
 from errors import UserError, fit_terminal, note, reading
 from files import locked, read_json, read_toml
-
-ROOT = Path(__file__).parent.parent
+from tests.conftest import ROOT, run_python
 
 
 def python(code: str, *arguments: str, **options) -> subprocess.CompletedProcess:
     """Run code that uses `errors` in another process; what it writes to standard error is kept."""
-    command = [sys.executable, "-c", f"import errors\n{code}", *arguments]
-    return subprocess.run(command, cwd=ROOT, timeout=60, **{"stderr": subprocess.PIPE, "text": True} | options)
+    streams = {"capture_output": False, "stderr": subprocess.PIPE}
+    return run_python("-c", f"import errors\n{code}", *arguments, timeout=60, **streams | options)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
@@ -51,8 +50,8 @@ with errors.exit_on_user_error(), open({str(tmp_path / "file")!r}, "w") as file:
 
 @pytest.mark.skipif(os.name == "nt", reason="there, command lines are Unicode")
 def test_a_command_line_that_is_not_utf_8_is_one_line_before_anything_is_made(tmp_path):
-    command = [sys.executable, ROOT / "train.py", "--out", tmp_path / "run", "--sample-prompts", b"caf\xe9"]
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60)
+    flags = ["--out", tmp_path / "run", "--sample-prompts", os.fsdecode(b"caf\xe9")]
+    done = run_python("train.py", *flags, encoding="utf-8", timeout=60)
     assert done.returncode == 2 and done.stderr.startswith("error: caf� is not UTF-8")
     assert len(done.stderr.splitlines()) == 1 and not os.listdir(tmp_path)
 

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -12,6 +11,7 @@ import pytest
 
 import generate
 from errors import UserError
+from tests.conftest import run_python
 from tests.generation.conftest import write_chat_model
 
 SCRIPT = Path(generate.__file__)
@@ -28,10 +28,9 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def script(folder, *args, prompt: str = "") -> subprocess.CompletedProcess:
+def script(folder, *args, prompt: str = ""):
     """Run the script in `folder` with `prompt` on standard input."""
-    command = [sys.executable, str(SCRIPT), *args]
-    return subprocess.run(command, cwd=folder, input=prompt.encode(), capture_output=True, timeout=120)
+    return run_python(SCRIPT, *args, cwd=folder, input=prompt.encode(), text=False, timeout=120)
 
 
 def test_help_answers_within_a_second(folder):
@@ -65,8 +64,8 @@ def test_lines_of_json_may_be_conversations(folder):
 def test_the_stories_model_prints_the_bytes_of_the_reference_without_importing_dynamo(stories260k_directory, shared):
     """Dynamo takes as long to import as torch itself."""
     code = "import sys, generate; generate.main(); sys.exit('torch._dynamo' in sys.modules)"
-    flags = [str(stories260k_directory), "--temperature", "0", "--device", "cpu"]
-    result = subprocess.run([sys.executable, "-c", code, *flags], cwd=SCRIPT.parent, input=b"", capture_output=True)
+    flags = [stories260k_directory, "--temperature", "0", "--device", "cpu"]
+    result = run_python("-c", code, *flags, input=b"", text=False)
     expected = shared / "stories260K" / "greedy_200_steps.txt"
     assert result.returncode == 0 and result.stdout == expected.read_bytes()
 
@@ -114,6 +113,5 @@ def test_errors_are_found_before_torch_is_imported(folder, tmp_path):
         ([text, "--chat"], "", "has no chat template, so it only continues text; put the chat_template.jinja"),
         ([text, "--jsonl"], "5", "line 1 of standard input cannot be read"),
     ):
-        command = [sys.executable, "-c", code, *flags]
-        result = subprocess.run(command, cwd=SCRIPT.parent, input=content.encode(), capture_output=True)
-        assert words in result.stderr.decode() and result.stdout == b"False\n"
+        result = run_python("-c", code, *flags, input=content)
+        assert words in result.stderr and result.stdout == "False\n"

@@ -1,16 +1,13 @@
 """Documents (README, its Chinese version, CONTRIBUTING, docs/) name what exists; their tables and code are right."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from studies.tables import MARKED, filled
+from tests.conftest import ROOT, run_python
 
-ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
 README = TEXTS[ROOT / "README.md"]
@@ -57,10 +54,8 @@ def test_a_block_of_commands_can_be_pasted_because_explanations_are_comments(doc
 def test_every_flag_in_the_commands_of_the_documents_exists(script):
     used = [command for text in TEXTS.values() for command in commands(text) if f"python {script}" in command]
     flags = {flag for command in used for flag in re.findall(r"\s(--\w[\w-]*)", command)}
-    help_text = "--help-all"
     ask = {"train.py": ["--help-all"], "ablate.py": ["judge", "--help"]}.get(script, ["--help"])
-    command = [sys.executable, script, *ask]
-    help_text += subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    help_text = "--help-all" + run_python(script, *ask).stdout
     assert used and flags - set(re.findall(r"--\w[\w-]*", help_text)) == set()
 
 

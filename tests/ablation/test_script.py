@@ -5,13 +5,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from ablation.records import read_rows
-
-ROOT = Path(__file__).parent.parent.parent
+from tests.conftest import ROOT, run_python
 
 
 def start(*arguments: str) -> subprocess.Popen:
@@ -21,7 +19,7 @@ def start(*arguments: str) -> subprocess.Popen:
 
 def test_flags_plans_and_studies_import_no_torch():
     code = "import sys, ablate, ablation.study; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    assert run_python("-c", code).returncode == 0
 
 
 @pytest.mark.slow

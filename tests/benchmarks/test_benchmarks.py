@@ -21,6 +21,7 @@ from benchmarks.decoding import Case, bytes_read, llama2c
 from errors import UserError
 from flags import call_with_flags
 from generation.cpu_step import CpuDecodeStep
+from tests.conftest import ROOT, run_python
 from training.settings import Settings
 
 
@@ -67,7 +68,7 @@ def test_published_records_look_like_what_a_benchmark_prints_today(capsys):
     table = timing.compare("title", {"a": lambda: {"step": lambda: 0.1}}, {"step": 0.1}, limit, 1)
     assert timing.finish([table]) == 0
     printed = json.loads(capsys.readouterr().out.splitlines()[-1])
-    for path in (Path(__file__).parents[2] / "speed").glob("*.json"):
+    for path in (ROOT / "speed").glob("*.json"):
         record = json.loads(path.read_text(encoding="utf-8"))
         assert record.keys() >= printed.keys() - {"command"}
         assert record["machine"].keys() >= printed["machine"].keys() - {"commit"}
@@ -187,14 +188,13 @@ def test_all_benchmarks_of_a_cpu_run_in_turns_and_the_record_comes_last(monkeypa
     assert len(of_decoding) == 6 and [*last["seconds"]] == ["transformers", "CPU functions, rms"]
 
 
-ROOT = Path(__file__).parents[2]
 NEEDS_BASH = pytest.mark.skipif(not all(map(shutil.which, ("bash", "timeout"))), reason="needs bash and timeout")
 
 
 def test_benchmarks_import_on_a_machine_made_for_torch_and_triton():
     absent = "scipy xdist pandas matplotlib tokenizers numba jinja2".split()
     code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import benchmarks.kernels, benchmarks.training"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+    assert run_python("-c", code).returncode == 0
 
 
 def run_script(folder: Path, *steps: str, failing: str = "nothing") -> subprocess.CompletedProcess:

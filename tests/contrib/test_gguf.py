@@ -4,8 +4,6 @@
 itself is asked in test_llama_cpp.py.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +15,11 @@ from data.tokenizer import load_tokenizer
 from errors import UserError
 from model.lora import add_lora
 from tests.checkpoints.test_transformers import LLAMA3
-from tests.conftest import randomize_trained
+from tests.conftest import randomize_trained, run_python
 
 gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install gguf")
 from contrib.gguf_file import DTYPES, write_gguf  # noqa: E402 - it imports gguf
 from tests.contrib.test_llama_cpp_vocab import Vocabulary  # noqa: E402
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def read(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
@@ -196,8 +192,7 @@ def test_the_command_takes_a_run_folder(chat_model, tmp_path):
     _, directory = chat_model()
     directory.rename(tmp_path / "best")
     (tmp_path / "best" / "state.json").write_text("{}")  # the last file of a save
-    command = [sys.executable, "-m", "contrib.gguf", tmp_path, tmp_path / "out.gguf", "--dtype", "float16"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = run_python("-m", "contrib.gguf", tmp_path, tmp_path / "out.gguf", "--dtype", "float16")
     assert done.returncode == 0 and done.stdout == f"written: {tmp_path / 'out.gguf'}\n"
     fields = read(tmp_path / "out.gguf")[0]
     assert fields["general.name"] == tmp_path.name and fields["general.file_type"] == gguf.LlamaFileType.MOSTLY_F16

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -20,9 +19,8 @@ from checkpoints.pretrained import load_pretrained, save_pretrained
 from contrib import programs, same
 from errors import UserError
 from model.lora import add_lora
-from tests.conftest import edit_json, edit_tensors, randomize_trained
+from tests.conftest import edit_json, edit_tensors, randomize_trained, run_python
 
-ROOT = Path(__file__).parents[2]
 FAMILIES = {
     "llama": {},
     "llama, biases of q, k and v": {"attention_bias": True, "tie_word_embeddings": False},
@@ -216,11 +214,11 @@ def test_llama_cpp_alone_is_asked_about_a_gguf_file(good, compare, tmp_path, mon
 @pytest.mark.slow
 def test_the_command_asks_another_python_and_says_which_directory_only_transformers_4_reads_otherwise(good):
     model, python = good(), os.environ.get("TRANSFORMERS_4", sys.executable)
-    command = [sys.executable, "-m", "contrib.same", str(model), "--python", python]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    command = ["-m", "contrib.same", model, "--python", python]
+    done = run_python(*command)
     assert done.returncode == 0 and done.stdout.count("equal") >= 16, done.stderr
     edit_json(model / "config.json", rope_theta=2e4)  # transformers 5 reads rope_parameters
-    done = subprocess.run([*command, "--json"], cwd=ROOT, capture_output=True, text=True)
+    done = run_python(*command, "--json")
     table = {program: {*cells.values()} != {"equal"} for program, cells in json.loads(done.stdout).items()}
     differences = [differs for program, differs in table.items() if program.startswith("transformers")]
     assert differences == [False, "TRANSFORMERS_4" in os.environ] and done.returncode == int(any(table.values()))

@@ -19,9 +19,8 @@ from data.settings import DataSettings
 from data.split import content_hash
 from data.tokens import TokenStream
 from errors import UserError, note
+from tests.conftest import ROOT, run_python
 from tests.data.conftest import write_corpus
-
-ROOT = Path(__file__).parents[2]
 
 
 def documents_of(stream: TokenStream | np.ndarray, tokenizer) -> list[str]:
@@ -209,9 +208,8 @@ def test_more_text_takes_no_more_memory(tmp_path, tokenizer_file):
         path = tmp_path / f"{copies}.txt"
         path.write_text(text * copies, newline="")
         arguments = [path, tmp_path / cache, tokenizer_file, 200_000 / (copies * len(text))]
-        command = [sys.executable, "-c", MEASURED, *map(str, arguments)]
         one_pool = os.environ | {"MALLOC_ARENA_MAX": "1", "RAYON_NUM_THREADS": "1"}  # not one for each busy thread
-        return int(subprocess.check_output(command, cwd=ROOT, env=one_pool, stderr=subprocess.DEVNULL)) / 1000
+        return int(run_python("-c", MEASURED, *arguments, env=one_pool).stdout) / 1000
 
     little, much = peak(1, "cache"), []
     while len(much) < 3 and not any(one < little + 9 for one in much):  # an allocator may take more at times

@@ -8,9 +8,6 @@ import itertools
 import os
 import random
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import numba
 import pytest
@@ -24,9 +21,9 @@ from generation.steps import MAX_CPU_SEQUENCES, decode_step, quantize_matrices
 from kernels.compiled import compiled
 from model.cache import KeyValueCache
 from model.linear import Linear
+from tests.conftest import ROOT, run_python
 from tests.generation.conftest import generate_all
 
-ROOT = Path(__file__).parents[2]
 VARIANTS = {
     "rms": {},
     "rms with bias, biases of q, k, v and o": {
@@ -198,7 +195,7 @@ def test_where_numba_is_missing_the_decoder_gives_the_same_text(make_decoder, mo
     monkeypatch.setattr(kernels, "cpu", None)
     assert generate_all(decoder, prompts, max_new_tokens=50)[0] == texts
     code = "import sys; sys.modules['numba'] = None; import kernels, generation.steps; print(kernels.cpu)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = run_python("-c", code)
     assert done.stdout == "None\n" and done.stderr.count("pip install numba") == 1
 
 
@@ -243,8 +240,7 @@ for result in (y, *torch.autograd.grad((y**3).sum(), x), *heads):
     print(hashlib.sha256(result.detach().float().numpy().tobytes()).hexdigest())
 """
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", code]
-    done = [subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True) for _ in range(2)]
+    done = [run_python("-c", code, env=environment) for _ in range(2)]
     assert ["compiling" in process.stderr for process in done] == [True, False]
     assert done[0].stdout == done[1].stdout and done[0].stdout.count("\n") == 5
 
@@ -257,5 +253,5 @@ def test_where_no_cache_can_be_written_every_process_compiles(tmp_path):
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from generation.cpu_step import rotate; "
     code += "import numpy as np; x = np.ones(4, np.float32); rotate(x, x[:2], x[2:]); print(x)"
     environment = {key: value for key, value in os.environ.items() if key != "NUMBA_CACHE_DIR"} | {"HOME": "/dev/null"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    done = run_python("-c", code, env=environment)
     assert done.returncode == 0 and len(done.stderr.splitlines()) == 1 and "in each process" in done.stderr

@@ -3,20 +3,16 @@
 import dataclasses
 import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from data.tokenizer import load_tokenizer
 from errors import UserError
 from files import locked
+from tests.conftest import run_python
 from tests.training.runs import settings_of
 from training import commands
 from training.settings import CONFIGS, Actions, Settings, load_settings, parse, save_settings
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def test_help_shows_what_people_use_and_help_all_every_flag_in_80_columns_without_importing_torch(monkeypatch):
@@ -24,7 +20,7 @@ def test_help_shows_what_people_use_and_help_all_every_flag_in_80_columns_withou
     code = "import sys, train\ntry: train.main()\nfinally: print('torch' in sys.modules)"
     shown = {}
     for flag in ("--help", "--help-all"):
-        done = subprocess.run([sys.executable, "-c", code, flag], cwd=ROOT, capture_output=True, text=True)
+        done = run_python("-c", code, flag)
         *lines, imported = done.stdout.splitlines()
         assert (imported, done.returncode) == ("False", 0) and max(map(len, lines)) <= 80
         shown[flag] = {*re.findall(r"^(?:│ |  )(?:--lr \w+, )?(--[\w-]+)", done.stdout, re.MULTILINE)}

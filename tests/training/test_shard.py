@@ -17,6 +17,7 @@ import transformers
 from checkpoints.pretrained import load_pretrained
 from errors import UserError, is_main_process
 from model.decoder import Decoder
+from tests.conftest import ROOT, run_python
 from tests.training.runs import losses, open_session, resume, train_run
 from training import session
 from training.checkpoint import find_last, read_state
@@ -34,8 +35,7 @@ def groups(tmp_path):
     def run(*groups: tuple) -> tuple[list[list[int]], str, str]:
         (tmp_path / "groups.json").write_text(json.dumps(groups))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        command = [sys.executable, str(SCRIPT)]
-        ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500, env=environment)
+        ended = run_python(SCRIPT, cwd=tmp_path, timeout=500, env=environment)
         statuses = [json.loads(line[9:]) for line in ended.stdout.splitlines() if line.startswith("statuses ")]
         assert len(statuses) == len(groups), ended.stderr[-3000:]
         return statuses, ended.stdout, ended.stderr
@@ -138,9 +138,6 @@ def test_an_adapter_is_trained_beside_a_sharded_model(flags, tmp_path, groups, o
 def test_a_process_that_hangs_ends_the_run_after_the_timeout(flags, groups):
     statuses, _, errors = groups((2, sharded(flags, "--timeout-minutes", "1", "--out", "run"), {5: "hang"}))
     assert statuses == [[2, -9]] and errors.count("error: another process ended or does not answer") == 1
-
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.parametrize("stopped", ["SIGTERM", pytest.param("kill", marks=pytest.mark.slow)])
