@@ -1,16 +1,29 @@
-"""Documents (README, its Chinese version, CONTRIBUTING, docs/) name what exists; their tables and code are right."""
+"""Documents (README, its Chinese version, CONTRIBUTING, docs/) name what exists; their tables and code are right.
 
+Last come tests of docs/rmsnorm.md in both languages: its blocks run, and the lines that it quotes are in the code.
+"""
+
+import ast
+import json
 import re
+from statistics import median
 
+import numpy as np
 import pytest
 import torch
 
+from model.config import ModelConfig
+from model.decoder import Decoder
+from model.inspect import inspect
+from studies.inside import growth
 from studies.tables import MARKED, filled
 from tests.conftest import ROOT, run_python
 
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TEXTS = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
 README = TEXTS[ROOT / "README.md"]
+ENGLISH, CHINESE = (TEXTS[ROOT / "docs" / name] for name in ("rmsnorm.md", "rmsnorm.zh.md"))
+LANGUAGES = pytest.mark.parametrize("text", [ENGLISH, CHINESE], ids=["English", "Chinese"])
 PACKAGES = sorted(path.name for path in ROOT.iterdir() if next(path.glob("*.py"), None) and path.name != "tests")
 
 
@@ -25,6 +38,11 @@ def commands(text: str) -> list[str]:
     lines = [line.split("  #")[0] for block in code for line in block.splitlines()]
     lines += [" ".join(inline.split()) for inline in re.findall(r"(?<!`)`([^`]+)`(?!`)", text)]
     return [command for line in lines for command in line.split("&&") if re.match(r"\s*python (-m )?\w", command)]
+
+
+def blocks(text: str) -> list[str]:
+    """The Python blocks of a document."""
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 def anchors(text: str) -> set[str]:
@@ -81,19 +99,25 @@ def test_both_languages_of_the_readme_have_the_same_code():
         assert english == chinese and english
 
 
-def test_every_function_that_a_document_names_exists():
-    named = re.findall(r"`([\w/]+\.py):(\w+)`", "".join(TEXTS.values()))
-    assert named
-    for file, name in named:
+def functions(text: str) -> list[str]:
+    """The sources of the functions, classes and constants that a text names as `file.py:name`, each of which exists."""
+    sources = []
+    for file, name in re.findall(r"`([\w/]+\.py):(\w+)`", text):
         source = (ROOT / file).read_text(encoding="utf-8")
         assert re.search(rf"^(def |class )?{name}\b", source, re.MULTILINE), (file, name)
+        nodes = [node for node in ast.parse(source).body if vars(node).get("name") == name]
+        sources += [ast.get_source_segment(source, node) for node in nodes]
+    return sources
+
+
+def test_every_function_that_a_document_names_exists():
+    assert functions("".join(TEXTS.values()))
 
 
 def test_the_example_of_a_norm_consists_of_lines_of_the_source():
     source = "".join((ROOT / "model" / name).read_text(encoding="utf-8") for name in ("config.py", "norm.py"))
     source_lines = {line.split("  #")[0].strip() for line in source.splitlines()}
-    blocks = re.findall(r"```python\n(.*?)```", section("Compare two settings"), re.DOTALL)
-    code = "".join(blocks).replace("mine", "dyt")  # under another name than in the source
+    code = "".join(blocks(section("Compare two settings"))).replace("mine", "dyt")  # under another name than in the source
     lines = [line.split("  #")[0].strip() for line in code.splitlines()]
     assert len(lines) == 3
     assert [line for line in lines if line not in source_lines] == []
@@ -125,7 +149,7 @@ def test_a_table_that_differs_from_its_records_is_written_again_and_the_text_aro
 
 
 def test_the_block_runs_and_the_changed_weight_changes_the_losses(stories260k_directory, tmp_path, monkeypatch, capsys):
-    [block] = re.findall(r"^```python\n(.*?)^```", TEXTS[ROOT / "docs" / "model.md"], re.MULTILINE | re.DOTALL)
+    [block] = blocks(TEXTS[ROOT / "docs" / "model.md"])
     assert block.count("\n") == 10
     (tmp_path / "runs" / "tiny-rms").mkdir(parents=True)
     (tmp_path / "runs" / "tiny-rms" / "best").symlink_to(stories260k_directory)
@@ -140,8 +164,72 @@ def test_the_block_runs_and_the_changed_weight_changes_the_losses(stories260k_di
 
 @pytest.mark.slow
 def test_the_block_of_the_notebook_measures_two_compressed_sizes(tmp_path, monkeypatch, capsys):
-    [block] = re.findall(r"^```python\n(.*?)^```", TEXTS[ROOT / "docs" / "lab" / "recipe.md"], re.MULTILINE | re.DOTALL)
+    [block] = blocks(TEXTS[ROOT / "docs" / "lab" / "recipe.md"])
     monkeypatch.chdir(tmp_path)
     exec(block, {})
     alone, after_training_text = map(float, capsys.readouterr().out.split())
     assert 1 < after_training_text < alone < 3
+
+
+def test_every_block_on_rmsnorm_runs_as_it_is_printed_is_short_and_ends_with_an_assertion():
+    namespace = {}
+    assert len(blocks(ENGLISH)) > 10
+    for block in blocks(ENGLISH):
+        exec(compile(block, "docs/rmsnorm.md", "exec"), namespace)
+        assert isinstance(ast.parse(block).body[-1], ast.Assert) and block.count("\n") <= 10, block
+
+
+def test_both_languages_on_rmsnorm_have_the_same_blocks_sections_and_links():
+    assert blocks(CHINESE) == blocks(ENGLISH)
+    for what in (r"^## (\d+)\.", r"\]\((?!#|rmsnorm)([^)]+)\)"):
+        assert sorted(re.findall(what, CHINESE, re.MULTILINE)) == sorted(re.findall(what, ENGLISH, re.MULTILINE))
+
+
+@LANGUAGES
+def test_a_line_of_code_beside_a_formula_is_in_the_function_that_the_section_names(text):
+    lines = 0
+    sections = re.split(r"^## ", text, flags=re.MULTILINE)
+    for section in (sections[2], sections[5]):
+        source = "\n".join(functions(section))
+        for row in re.findall(r"^\|.*\|$", section, re.MULTILINE):
+            for line in re.findall(r"`([^`]+ [-+*]?= [^`]+)`", row.split(" | ")[-1]):
+                assert line in source, line
+                lines += 1
+    assert lines == 12
+
+
+@LANGUAGES
+def test_names_in_the_section_on_triton_are_in_its_kernels(text):
+    section = re.split(r"^## ", text, flags=re.MULTILINE)[9]
+    source = (ROOT / "kernels" / "norm.py").read_text(encoding="utf-8")
+    code = re.findall(r"`([^`]+)`", re.sub(r"\[`[^`]+`\]", "", section))
+    names = {name for inline in code for name in re.findall(r"[A-Za-z_]{2,}", inline)}
+    assert len(names) > 20 and {name for name in names if not re.search(rf"\b{name}\b", source)} == set()
+
+
+@LANGUAGES
+def test_the_times_of_the_gpu_and_their_limits_are_those_of_the_record(text):
+    record = json.loads((ROOT / "speed" / "norms-nvidia-h200.json").read_text(encoding="utf-8"))
+    rates = record["machine"]
+    cases = {case["title"]: case for case in record["tables"]}
+    expected = []
+    for after in ("", " after addition"):
+        rms, layer = (cases[f"{kind} norm{after}, 8192 x 4096"] for kind in ("rms", "layer"))
+        for part in ("forward", "backward"):
+            times = rms["limits"][part], *(median(case["seconds"]["ours"][part]) for case in (rms, layer))
+            expected.append([round(seconds * 1e6) for seconds in times])
+    rows = re.findall(r"^\|[^|]+\| (\d) \+ (\d) \|[^|]+\| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
+    assert [[int(cell) for cell in row[2:]] for row in rows] == expected
+    for read, written, limit, *_ in rows:
+        moved = 8192 * 4096 * (int(read) + int(written))
+        assert round(moved / rates["copy_bytes_per_second"] * 1e6) == int(limit)
+    assert f"{rates['product_flops_per_second'] / rates['copy_bytes_per_second']:.0f} " in text
+
+
+def test_the_picture_shows_what_the_norms_read_and_divide():
+    config = ModelConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=3, norm_eps=1e-12)
+    decoder = Decoder(config, seed=1)
+    rms = inspect(decoder, range(40)).rms
+    torch.testing.assert_close(rms[0], decoder.embed_tokens.weight[:40].detach().square().mean(-1).sqrt())
+    stream, divided = (line.get_ydata() for line in growth(rms, config.norm_eps).axes[0].lines)
+    assert stream == pytest.approx(rms.quantile(0.5, dim=1).numpy()) and divided == pytest.approx(np.ones(7))
