@@ -286,6 +286,16 @@ def make_lora(saved) -> Callable[..., torch.nn.Module]:
 
 
 @pytest.fixture
+def triton() -> Iterator[None]:
+    """Triton kernels for `kernels`' functions, and so for all decoders."""
+    import kernels
+
+    kernels.use("triton", torch.device("cpu"))
+    yield
+    kernels.use("auto", torch.device("cpu"))
+
+
+@pytest.fixture
 def tokens() -> torch.Tensor:
     """Two rows of 24 tokens."""
     return torch.randint(0, SHAPE["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(11))

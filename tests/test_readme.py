@@ -117,7 +117,9 @@ def test_every_function_that_a_document_names_exists():
 def test_the_example_of_a_norm_consists_of_lines_of_the_source():
     source = "".join((ROOT / "model" / name).read_text(encoding="utf-8") for name in ("config.py", "norm.py"))
     source_lines = {line.split("  #")[0].strip() for line in source.splitlines()}
-    code = "".join(blocks(section("Compare two settings"))).replace("mine", "dyt")  # under another name than in the source
+    code = "".join(blocks(section("Compare two settings"))).replace(
+        "mine", "dyt"
+    )  # under another name than in the source
     lines = [line.split("  #")[0].strip() for line in code.splitlines()]
     assert len(lines) == 3
     assert [line for line in lines if line not in source_lines] == []

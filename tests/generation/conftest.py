@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
+import kernels
 from checkpoints.find import find_adapter, tokenizer_directory
 from checkpoints.pretrained import save_pretrained
 from data.chat import ChatFormat
@@ -27,10 +28,15 @@ LIMIT = 48
 @pytest.fixture(scope="session")
 def decoder() -> Decoder:
     """Random weights, large enough that the most likely token changes from step to step."""
-    shape = dict(
-        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, max_position_embeddings=LIMIT
-    )
-    return Decoder(ModelConfig(**shape, initializer_range=0.5), seed=3).eval()
+    shape = dict(vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+    return Decoder(ModelConfig(**shape, max_position_embeddings=LIMIT, initializer_range=0.5), seed=3).eval()
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Programs of more rows: the interpreter takes as long for one of 4 rows, whose results are the same."""
+    choose = kernels.decode.product_geometry
+    monkeypatch.setattr(kernels.decode, "product_geometry", lambda rows, width: choose(rows, width) | {"ROWS": 128})
 
 
 def generate_all(*arguments, **options) -> tuple[list[list[int]], list[str]]:

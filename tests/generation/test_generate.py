@@ -10,9 +10,8 @@ from generation.settings import Sampling
 from generation.steps import GpuDecodeStep
 from model.config import ModelConfig
 from model.decoder import Decoder
-from tests.generation.conftest import generate_all
+from tests.generation.conftest import LIMIT, generate_all
 
-LIMIT = 48  # of the decoder in conftest.py
 GREEDY = Sampling(temperature=0)
 SAMPLED = Sampling(temperature=1.3, top_k=50, top_p=0.95, min_p=0.01, repetition_penalty=1.2)
 PROMPTS = [[1, 7, 9], [1, *range(20, 31)], [1], [1, 5, 5, 5, 270, 3]]
@@ -51,9 +50,8 @@ def test_a_batch_of_prompts_of_different_lengths_equals_each_prompt_alone(decode
 
 
 @pytest.mark.skipif(kernels.gpu is None, reason="Triton is not installed")
-def test_fused_decoding_gives_the_same_tokens_to_the_end_of_the_context(monkeypatch, capsys):
-    choose = kernels.decode.product_geometry  # programs of more rows: the interpreter takes as long for one of 4 rows
-    monkeypatch.setattr(kernels.decode, "product_geometry", lambda rows, width: choose(rows, width) | {"ROWS": 128})
+@pytest.mark.usefixtures("few_programs")
+def test_fused_decoding_gives_the_same_tokens_to_the_end_of_the_context(request, monkeypatch, capsys):
     shape = dict(vocab_size=64, hidden_size=16, intermediate_size=16, num_attention_heads=2, num_key_value_heads=1)
     config = ModelConfig(**shape, num_hidden_layers=1, max_position_embeddings=14, initializer_range=0.5)
     decoder, prompts, calls = Decoder(config, seed=3).eval(), [[1, 7, 9, 4, 5, 6, 8], [1]], []
@@ -67,11 +65,8 @@ def test_fused_decoding_gives_the_same_tokens_to_the_end_of_the_context(monkeypa
     for name in ("cos", "sin"):
         table = getattr(decoder.rope, name)
         setattr(decoder.rope, name, torch.cat((table, torch.full_like(table, torch.nan)))[: len(table)])
-    kernels.use("triton", torch.device("cpu"))
-    try:
-        result = generate_all(decoder, prompts, **options)
-    finally:
-        kernels.use("auto", torch.device("cpu"))
+    request.getfixturevalue("triton")
+    result = generate_all(decoder, prompts, **options)
     assert result == expected and len(calls) == 12 and len(set(result[0][1])) > 5
     assert not capsys.readouterr().err  # the decoder did not have to replace the kernels
 

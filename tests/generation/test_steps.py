@@ -15,7 +15,8 @@ from generation.steps import MAX_GPU_SEQUENCES, GpuDecodeStep, decode_step
 from tests.checkpoints.test_transformers import YARN
 from tests.generation import test_cpu_step
 
-pytestmark = pytest.mark.skipif(kernels.gpu is None, reason="Triton is not installed")
+NEEDS_TRITON = pytest.mark.skipif(kernels.gpu is None, reason="Triton is not installed")
+pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("few_programs")]
 
 VARIANTS = {
     "rms": {},
@@ -27,21 +28,6 @@ VARIANTS = {
     },
     "yarn": {"rope_scaling": YARN},
 }  # fmt: skip
-
-
-@pytest.fixture
-def triton_kernels():
-    """Triton kernels for all decoders."""
-    kernels.use("triton", torch.device("cpu"))
-    yield
-    kernels.use("auto", torch.device("cpu"))
-
-
-@pytest.fixture(autouse=True)
-def few_programs(monkeypatch):
-    """Programs of more rows: the interpreter takes as long for one of 4 rows, whose results are the same."""
-    choose = kernels.decode.product_geometry
-    monkeypatch.setattr(kernels.decode, "product_geometry", lambda rows, width: choose(rows, width) | {"ROWS": 128})
 
 
 def random_tokens(batch, count):
@@ -62,7 +48,7 @@ def test_a_fused_step_exists_for_triton_small_batches_and_the_layers_that_it_com
         return isinstance(decode_step(make_decoder(**changes).eval(), batch_size, 4), GpuDecodeStep)
 
     assert not exists()
-    request.getfixturevalue("triton_kernels")
+    request.getfixturevalue("triton")
     assert exists(1) and exists(MAX_GPU_SEQUENCES) and exists(norm="layer") and not exists(MAX_GPU_SEQUENCES + 1)
     others = [{"mlp": "geglu"}, {"attention_output_bias": True}]
     others += [{"norm": norm} for norm in ("none", "srms", "offset")]
@@ -76,7 +62,7 @@ def decode(decoder, tokens, positions=8):
     return torch.cat([step(token[:, None], None).clone() for token in tokens.unbind(1)], 1), step
 
 
-@pytest.mark.usefixtures("triton_kernels")
+@pytest.mark.usefixtures("triton")
 @torch.inference_mode()
 def test_the_next_prompt_uses_the_same_step_an_empty_cache_no_padding_of_the_last_and_the_weights_of_now(
     make_decoder, relative
@@ -92,7 +78,7 @@ def test_the_next_prompt_uses_the_same_step_an_empty_cache_no_padding_of_the_las
     assert relative(logits, decoder(second)) < 2e-6
 
 
-@pytest.mark.usefixtures("triton_kernels")
+@pytest.mark.usefixtures("triton")
 def test_a_step_is_made_again_where_its_graph_would_read_other_memory_or_the_shape_changes(make_decoder):
     decoder = make_decoder(max_position_embeddings=600).eval()
     weight = decoder.layers[0].mlp.down_proj.weight
@@ -115,7 +101,7 @@ def test_a_step_is_made_again_where_its_graph_would_read_other_memory_or_the_sha
     assert len({id(step) for step in made}) == 6
 
 
-@pytest.mark.usefixtures("triton_kernels")
+@pytest.mark.usefixtures("triton")
 @torch.inference_mode()
 def test_one_step_is_kept_and_as_long_as_its_decoder(make_decoder):
     first, second = (make_decoder(seed, num_hidden_layers=1).eval() for seed in (1, 2))
@@ -129,7 +115,7 @@ def test_one_step_is_kept_and_as_long_as_its_decoder(make_decoder):
     assert cache() is None and not steps._last_step
 
 
-@pytest.mark.usefixtures("triton_kernels")
+@pytest.mark.usefixtures("triton")
 @torch.inference_mode()
 def test_if_a_kernel_fails_the_decoder_continues_with_the_same_cache_and_one_line_says_so(
     make_decoder, relative, monkeypatch, capsys

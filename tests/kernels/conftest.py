@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-import kernels
 from kernels import cpu, gpu, reference
 
 triton_only = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
@@ -74,11 +73,3 @@ def assert_exact(evaluate, relative, rounding):
         return ours
 
     return check
-
-
-@pytest.fixture
-def triton():
-    """Triton kernels for `kernels`' functions."""
-    kernels.use("triton", torch.device("cpu"))
-    yield
-    kernels.use("auto", torch.device("cpu"))

@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import http.client
+import json
 import shutil
 import socket
 import threading
@@ -35,6 +37,18 @@ def served(*directories, host="127.0.0.1"):
         server.should_exit = True
         thread.join(10)
     assert not thread.is_alive()
+
+
+def send(port: int, body: bytes | dict, path: str = "/v1/completions", **headers) -> http.client.HTTPConnection:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode(), headers)
+    return connection
+
+
+def post(server, *request, **options) -> tuple[int, dict]:
+    """The status and the JSON of an answer."""
+    answer = send(server.port, *request, **options).getresponse()
+    return answer.status, json.load(answer, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
 @pytest.fixture(scope="session")

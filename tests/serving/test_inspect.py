@@ -1,7 +1,7 @@
 """/inspect: the reply is what model.inspect measures, computed in the thread of all answers."""
 
 import concurrent.futures
-import http.client
+import functools
 import itertools
 import json
 import threading
@@ -12,7 +12,7 @@ import torch
 
 import serving.answer
 from model.inspect import CHANGES, inspect, surgery
-from tests.serving.conftest import served, write_layer_norm_model
+from tests.serving.conftest import post, send, served, write_layer_norm_model
 
 TEXT = 'def add(a, b):\n    return "é☺ 归"\n\ndef add(a'
 
@@ -24,12 +24,21 @@ def server(directories, tmp_path_factory):
         yield server
 
 
-def ask(server, body: bytes | dict, path: str = "/inspect") -> tuple[int, dict]:
-    """The status and the JSON of an answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode())
-    answer = connection.getresponse()
-    return answer.status, json.loads(answer.read(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+ask = functools.partial(post, path="/inspect")
+
+
+@pytest.fixture
+def slow_inspect(monkeypatch) -> tuple[list, threading.Event]:
+    """The thread and the ids of each text that was inspected, and the event that they wait for."""
+    computed, begin, inspected = [], threading.Event(), serving.answer.inspect
+
+    def inspect_later(decoder, ids):
+        begin.wait(10)
+        computed.append((threading.get_ident(), ids))
+        return inspected(decoder, ids)
+
+    monkeypatch.setattr(serving.answer, "inspect", inspect_later)
+    return computed, begin
 
 
 @pytest.mark.parametrize("name", ["text", "layer"])
@@ -77,36 +86,21 @@ def test_what_cannot_be_inspected_is_refused_in_one_line(server):
     assert ask(server, b'{"text": "a"}')[0] == 200  # by the first model, as for the other paths
 
 
-def test_it_runs_in_the_thread_of_all_answers_and_is_refused_when_too_many_wait(server, monkeypatch):
-    threads, begin, inspected = [], threading.Event(), serving.answer.inspect
-
-    def slow_inspect(*arguments):
-        begin.wait(10)
-        threads.append(threading.get_ident())
-        return inspected(*arguments)
-
-    monkeypatch.setattr(serving.answer, "inspect", slow_inspect)
+def test_it_runs_in_the_thread_of_all_answers_and_is_refused_when_too_many_wait(server, slow_inspect):
+    computed, begin = slow_inspect
     with concurrent.futures.ThreadPoolExecutor(12) as pool:
         replies = [pool.submit(ask, server, {"model": "text", "text": "a"}) for _ in range(12)]
         refused = [reply.result() for reply in itertools.islice(concurrent.futures.as_completed(replies), 3)]
         begin.set()
     assert {status for status, _ in refused} == {429} and [reply.result()[0] for reply in replies].count(200) == 9
-    assert threads == [server.worker.submit(threading.get_ident).result()] * 9 and not server.pending
+    thread = server.worker.submit(threading.get_ident).result()
+    assert [where for where, _ in computed] == [thread] * 9 and not server.pending
 
 
-def test_what_still_waits_when_its_client_leaves_is_not_computed(server, monkeypatch):
-    computed, begin, inspected = [], threading.Event(), serving.answer.inspect
-
-    def slow_inspect(decoder, ids):
-        begin.wait(10)
-        computed.append(ids)
-        return inspected(decoder, ids)
-
-    monkeypatch.setattr(serving.answer, "inspect", slow_inspect)
-    connections, end = [], time.monotonic() + 20
+def test_what_still_waits_when_its_client_leaves_is_not_computed(server, slow_inspect):
+    (computed, begin), connections, end = slow_inspect, [], time.monotonic() + 20
     for count in (1, 2, 3):
-        connections.append(http.client.HTTPConnection("127.0.0.1", server.port, timeout=60))
-        connections[-1].request("POST", "/inspect", json.dumps({"text": "a" * count}).encode())
+        connections.append(send(server.port, {"text": "a" * count}, "/inspect"))
         while len(server.pending) < count and time.monotonic() < end:
             time.sleep(0.005)
     connections[1].close()
@@ -114,4 +108,4 @@ def test_what_still_waits_when_its_client_leaves_is_not_computed(server, monkeyp
         time.sleep(0.005)
     begin.set()
     lengths = [len(json.load(connections[i].getresponse())["tokens"]) for i in (0, 2)]
-    assert [len(ids) for ids in computed] == lengths
+    assert [len(ids) for _, ids in computed] == lengths

@@ -1,7 +1,6 @@
 """The server as OpenAI's client sees it, and what it does with bad requests and bad clients."""
 
 import concurrent.futures
-import http.client
 import itertools
 import json
 import shutil
@@ -24,10 +23,11 @@ from generation.settings import Sampling
 from model.decoder import Decoder
 from serving.answer import ChatRequest, CompletionRequest, Piece, ServedModel, to_choices
 from serving.server import Server
-from tests.serving.conftest import served
+from tests.serving.conftest import post, send, served
 
 openai = pytest.importorskip("openai", reason="needs the package openai")
 HELLO = [{"role": "user", "content": "hello"}]
+CHAT = "/v1/chat/completions"
 LONG = {"prompt": "a", "max_tokens": 4000, "temperature": 0}  # an answer that takes seconds
 
 
@@ -40,19 +40,6 @@ def server(directories):
 @pytest.fixture(scope="module")
 def client(server):
     return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
-
-
-def send(port: int, body: bytes | dict, path: str = "completions", **headers) -> http.client.HTTPConnection:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    connection.request("POST", f"/v1/{path}", content, headers)
-    return connection
-
-
-def post(server, *request, **headers) -> tuple[int, dict]:
-    """The status and the JSON of an answer."""
-    answer = send(server.port, *request, **headers).getresponse()
-    return answer.status, json.load(answer)
 
 
 @pytest.mark.parametrize("content", ['theme = "dark"', "run = 1", "[run", "[run]\nsample_prompts = 5"])
@@ -207,24 +194,20 @@ def test_malformed_bodies_get_an_error_in_openais_format(server, capfd):
     requests.append({"prompt": "a", "stop": ["x"] * 65})  # each is looked for in every step
     bodies = [json.dumps(request).encode() for request in requests]
     bodies += [b"[]", b"[" * 100_000, b'{"prompt": NaN}', *(bodies[0][:n] for n in range(30))]
-    answers = [post(server, body, "completions" if n % 7 else "chat/completions") for n, body in enumerate(bodies)]
+    answers = [post(server, body, "/v1/completions" if n % 7 else CHAT) for n, body in enumerate(bodies)]
     refused = [answer for answer in answers if answer[0] != 200]  # `true` is a number of logprobs
-    refused += [post(server, {}, "models"), post(server, {}, "embeddings")]
+    refused += [post(server, {}, "/v1/models"), post(server, {}, "/v1/embeddings")]
     no_post, no_path = (answer["error"]["message"] for _, answer in refused[-2:])
     assert no_post.startswith("/v1/models does not take POST; use ") and "GET" in no_post and no_path == "Not Found"
-    refused += [post(server, {"model": "text", "messages": HELLO}, "chat/completions")]
-    refused += [post(server, {"messages": [{"role": "user", "content": ["a", "b"]}]}, "chat/completions")]
+    refused += [post(server, {"model": "text", "messages": HELLO}, CHAT)]
+    refused += [post(server, {"messages": [{"role": "user", "content": ["a", "b"]}]}, CHAT)]
     refused += [post(server, {"prompt": "a", "response_format": {"type": "json_object"}})]
     refused += [post(server, {"prompt": "a " * 5000})]
     assert len(refused) >= 130 and {status for status, _ in refused} == {400, 404, 405}
     assert send(server.port, {"prompt": "a"}, Host="evil.com").getresponse().status == 400
     assert {answer["error"]["type"] for _, answer in refused} == {"invalid_request_error"}
-    said = [
-        "no chat template",
-        "a part of its content is no object",
-        "`response_format` other than text",
-        "context is 4096",
-    ]
+    said = ["no chat template", "a part of its content is no object", "`response_format` other than text"]
+    said.append("context is 4096")
     assert all(words in answer["error"]["message"] for (_, answer), words in zip(refused[-4:], said, strict=True))
     assert not any("--" in answer["error"]["message"] for _, answer in refused)  # flags are of the command line
     assert capfd.readouterr().err == ""
