@@ -1,7 +1,7 @@
 """GGUF files: what they hold computes the same function by llama.cpp's conventions, and errors leave nothing behind.
 
 `llama_cpp_logits` follows llama.cpp's source (src/models/llama.cpp, qwen3.cpp, stablelm.cpp) in float64. llama.cpp
-itself is asked in test_llama_cpp.py.
+itself is asked in test_llama_cpp.py and test_same.py.
 """
 
 from pathlib import Path
@@ -19,7 +19,7 @@ from tests.conftest import randomize_trained, run_python
 
 gguf = pytest.importorskip("gguf", reason="needs the gguf package: pip install gguf")
 from contrib.gguf_file import DTYPES, write_gguf  # noqa: E402 - it imports gguf
-from tests.contrib.test_llama_cpp_vocab import Vocabulary  # noqa: E402
+from tests.contrib.test_llama_cpp import Vocabulary  # noqa: E402
 
 
 def read(path: Path) -> tuple[dict, dict[str, np.ndarray]]:
