@@ -49,6 +49,8 @@ train --init-from BAD/adapter -> .*adapter is an adapter; make it a model: pytho
 train --init-from RUN --lora 4 --norm layer -> --lora leaves the model as it is; leave out --norm and other flags
 train --init-from RUN --lora 4 --optimizer muon -> LoRA needs --optimizer adamw\.
 train --init-from BAD/lfs -> .*lfs/model.safetensors .*git lfs pull
+train --data BAD/small.txt --device toaster -> --device toaster cannot be used here
+train --lora 8 -> LoRA needs --init-from MODEL\.$
 train --eval-only -> --eval-only needs --init-from
 train --eval-only --resume RUN -> --eval-only evaluates --init-from .*RUN; leave out --resume
 train --eval-only --prepare -> --prepare, --eval-only and --dry-run exclude each other; give one
@@ -73,6 +75,7 @@ generate RUN --max-new-tokens 十 -> --max-new-tokens is '十', no number; see -
 train --learning-rate fast -> .*--learning-rate is 'fast', no number; see --help
 train RUN --data x -> .*RUN is no flag; write --init-from \(or --resume\) .*RUN
 train --eval-only --init-from RUN --data x --norm layer -> --eval-only takes the model as it is; leave out --norm
+generate RUN --prompt a --device cuda:99 -> --device cuda:99 cannot be used here
 generate RUN --merge NEW -> --merge: .* is no adapter
 generate RUN --prompt a --adapter RUN -> .*RUN is no adapter, as it has no adapter_config.json
 ablate --a norm=rms -> --b is missing; --a "" is the config as it is
@@ -95,10 +98,10 @@ train --norm RMS -> norm is 'RMS': it must be one of rms, layer, .* Did you mean
 generate RUN --prompt a --temprature 1 -> Unrecognized options: .* Did you mean --temperature\?
 ablate --norm layer -> --norm is a setting of train.py; --vary norm=VALUE sets it in all runs, --vary
 ablate --vary norm=layer,rms --vary data=nothere -> no file, folder or known text is called "nothere"
-ablate --vary seed=1,2 -> seed is not a setting that arms can have. All arms have the same seeds: --seeds N
 ablate judge --a norm=layer --b norm=rms --quick -> --quick is not for judge
 ablate judge -> judge needs --b "SETTING=VALUE" and, without --campaign, --a
 ablate --jobs -1 --dry-run -> --jobs -1 must be at least 1
+serve RUN --port 99999 -> .*port must be 0-65535.*; give another --port or --host
 serve --prot 80 -> Unrecognized options: --prot, 80; see --help. Did you mean --port\?
 plot nothere -> nothere has no metrics.jsonl; give the folder of a run
 plot RUN RUN -> several runs need --out

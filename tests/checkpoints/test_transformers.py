@@ -14,6 +14,7 @@ from checkpoints.pretrained import load_config, load_pretrained, save_pretrained
 from model.cache import KeyValueCache
 from model.config import NORMS, PLACEMENTS
 from model.decoder import Decoder
+from tests.conftest import SHAPE
 
 LOGITS = 2e-6
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "attention_factor": 1.2}
@@ -24,7 +25,6 @@ THREE_BANDS = {"rope_scaling": LLAMA3, "rope_theta": 100.0}  # scaled, in betwee
 ALL_BIASES = {"attention_bias": True, "attention_output_bias": True}
 WRITTEN = {
     "rms": ("LlamaForCausalLM", {}),
-    "rms, norm_bias off": ("LlamaForCausalLM", {"norm_bias": False}),
     "rms with qkv bias": ("LlamaForCausalLM", {"attention_bias": True}),
     "rms with all biases": ("LlamaForCausalLM", ALL_BIASES),
     "rms with wide heads": ("LlamaForCausalLM", {"head_dim": 20}),
@@ -118,12 +118,12 @@ FOREIGN = {
 
 
 @pytest.fixture
-def foreign(shape):
+def foreign():
     """A random model of transformers, with norm weights and biases away from their initial values."""
 
     def make(family: str, rope: str, changes: dict):
         rope_parameters = {"rope_type": rope, **ROPES[rope]}
-        fields = {**shape, "max_position_embeddings": CONTEXT, "rope_parameters": rope_parameters, **changes}
+        fields = {**SHAPE, "max_position_embeddings": CONTEXT, "rope_parameters": rope_parameters, **changes}
         config = getattr(transformers, f"{family}Config")(**fields)
         config.eos_token_id = config.pad_token_id = None
         model = getattr(transformers, f"{family}ForCausalLM")(config)

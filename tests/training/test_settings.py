@@ -91,8 +91,6 @@ def test_a_message_names_what_is_missing_or_possible(tmp_path):
         load_settings(tmp_path / "settings.toml")
     with pytest.raises(UserError, match="one of rms, layer, "):
         settings_of("--norm")
-    with pytest.raises(UserError, match=r"LoRA needs --init-from MODEL\.$"):
-        settings_of("--lora", "8")
 
 
 def test_two_runs_that_start_at_the_same_time_get_different_folders(settings, tmp_path, monkeypatch):
