@@ -72,6 +72,7 @@ if os.environ.get("TRITON_INTERPRET") and importlib.util.find_spec("triton"):
 
 
 ROOT = Path(__file__).parent.parent
+# The fields of a small configuration, under Hugging Face's names.
 SHAPE = dict(hidden_size=48, intermediate_size=80, num_hidden_layers=3, num_attention_heads=6)  # in llama2c's order
 SHAPE |= dict(num_key_value_heads=2, vocab_size=97, max_position_embeddings=64)
 
@@ -223,12 +224,6 @@ def relative() -> Callable[[torch.Tensor, torch.Tensor], float]:
         return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
     return error
-
-
-@pytest.fixture
-def shape() -> dict[str, int]:
-    """The fields of a small configuration, under Hugging Face's names."""
-    return dict(SHAPE)
 
 
 @pytest.fixture

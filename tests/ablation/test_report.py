@@ -75,9 +75,8 @@ def test_a_judged_folder_repeats_the_verdict_and_says_which_interval_is_right(fi
     reason = "decided after 4 pairs"
     verdict = Verdict(verdict="keep", difference=-0.1, interval=(-0.2, -0.05), reason=reason, level=0.05)
     (tmp_path / VERDICT).write_text(str(verdict), encoding="utf-8")
-    text = report.markdown_text(
-        (judged := finish(PLAN, losses)), [report.comparison_row(judged, judged.comparisons[0])], tmp_path, ()
-    )
+    judged = finish(PLAN, losses)
+    text = report.markdown_text(judged, [report.comparison_row(judged, judged.comparisons[0])], tmp_path, ())
     assert "- judge: keep, -0.1 [-0.2, -0.05]; decided after 4 pairs\n" in text and "below are too narrow" in text
 
 

@@ -144,10 +144,7 @@ def test_metadata_describe_the_tokenizer(chat_model, tmp_path):
 
 
 REFUSED = {
-    "placement": (
-        {"norm": "layer", "norm_placement": "post"},
-        "norm = layer, .*norm_placement = post; it",
-    ),
+    "placement": ({"norm": "layer", "norm_placement": "post"}, "norm = layer, .*norm_placement = post; it"),
     "own norm": ({"norm": "dyt", "qk_norm": True}, "norm = dyt, .*qk_norm = True; it has llama, qwen3, stablelm"),
     "several": ({"norm": "dyt", "mlp": "relu"}, "norm = dyt, .*mlp = relu; it has llama"),
     "bias": ({"norm": "rms", "norm_bias": True}, "norm = rms, norm_bias = True; it has llama"),

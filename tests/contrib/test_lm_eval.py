@@ -50,15 +50,10 @@ def evaluate(tmp_path, monkeypatch):
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
 
     def run(model: str, checkpoint: Path) -> dict[str, list]:
-        results = lm_eval.simple_evaluate(
-            model=model,
-            model_args={"pretrained": str(checkpoint), "dtype": "float32"},
-            tasks=list(TASKS),
-            task_manager=manager,
-            batch_size=3,
-            device="cuda:0",  # the default of its command line, also where there is no GPU
-            bootstrap_iters=0,
-        )
+        arguments = {"pretrained": str(checkpoint), "dtype": "float32"}
+        options = dict(task_manager=manager, batch_size=3, bootstrap_iters=0)
+        options["device"] = "cuda:0"  # the default of its command line, also where there is no GPU
+        results = lm_eval.simple_evaluate(model=model, model_args=arguments, tasks=list(TASKS), **options)
         samples = {name: sorted(results["samples"][name], key=lambda sample: sample["doc_id"]) for name in TASKS}
         return {name: [answer[0] for sample in samples[name] for answer in sample["resps"]] for name in TASKS}
 

@@ -72,7 +72,7 @@ def test_a_terminal_is_not_read_and_gives_an_empty_prompt_with_a_hint_or_a_conve
         (
             b'"a"\n5\n',
             {"jsonl": True},
-            r"line 2 of standard input cannot be read \(Expected `str \| object`, got `int`\); give a JSON text, or an",
+            r"line 2 of standard input .*\(Expected `str \| object`, got `int`\); give a",
         ),
         (b'{"text": "x"}', {"jsonl": True}, r"line 1 of standard input cannot be read \(no 'prompt'\)"),
         (b'"\\ud800"', {"jsonl": True}, "line 1 of standard input cannot be read"),

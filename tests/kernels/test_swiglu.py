@@ -9,23 +9,16 @@ import torch
 
 from kernels import cpu, gpu
 
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+SIZES = [(F32, 3, 704), (BF16, 1, 8), (F16, 2, 1030), (BF16, 5, 2824), (F16, 70, 40), (F32, 33, 7)]
+
 
 def definition(gate_up):
     gate, up = gate_up.chunk(2, -1)
     return gate / (1 + torch.exp(-gate)) * up
 
 
-@pytest.mark.parametrize(
-    ("dtype", "rows", "width"),
-    [
-        (torch.float32, 3, 704),
-        (torch.bfloat16, 1, 8),
-        (torch.float16, 2, 1030),
-        (torch.bfloat16, 5, 2824),
-        (torch.float16, 70, 40),
-        (torch.float32, 33, 7),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "rows", "width"), SIZES)
 def test_silu_and_product_are_rounded_once_in_both_passes(kernel, draw, assert_exact, rounding, dtype, rows, width):
     """In Triton narrow rows share a program. Strides may be odd, 0, or 2 in the last dimension."""
     packed, upstream = draw(rows, 2 * width, std=3.0, dtype=dtype), draw(rows, width, dtype=dtype)
@@ -49,7 +42,7 @@ def test_silu_and_product_are_rounded_once_in_both_passes(kernel, draw, assert_e
 
 # Float32 sums of about a hundred products, twice: 1e-6. In bfloat16 the two products, that of gate and up and on a CPU
 # silu are rounded, each 1.66e-3, and each output adds the errors of three of them: 5e-3.
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(F32, 1e-6), (BF16, 5e-3)])
 def test_the_mlp_equals_float64_and_keeps_no_hidden_elements(kernel, draw, evaluate, relative, dtype, tolerance):
     inputs = draw(3, 11, 64).to(dtype), draw(176, 64, mean=0.02, std=0.2), draw(64, 88, mean=0.02, std=0.2)
     upstream, saved = draw(3, 11, 64).to(dtype), []

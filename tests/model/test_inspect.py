@@ -14,6 +14,7 @@ from checkpoints.pretrained import load_pretrained, save_pretrained
 from errors import UserError
 from model.config import NORMS
 from model.inspect import CHANGES, QUANTILES, inspect, surgery
+from tests.conftest import SHAPE
 from tests.model.test_decoder import double_weights, plain_logits
 
 PAIRS = [*((norm, "pre") for norm in NORMS)]
@@ -48,12 +49,12 @@ def check(inside, rows, logits, ids, rtol=1e-5):
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", *OURS])
-def test_figures_are_those_of_hidden_states_and_attentions_in_transformers(make_decoder, shape, ids, tmp_path, family):
+def test_figures_are_those_of_hidden_states_and_attentions_in_transformers(make_decoder, ids, tmp_path, family):
     if family in OURS:
         save_pretrained(make_decoder(**OURS[family]), tmp_path)
     else:
         torch.manual_seed(3)
-        config = getattr(transformers, f"{family}Config")(**shape, initializer_range=0.2)
+        config = getattr(transformers, f"{family}Config")(**SHAPE, initializer_range=0.2)
         model = getattr(transformers, f"{family}ForCausalLM")(config)
         for parameter in model.parameters():
             parameter += 0.3 * torch.randn(parameter.shape) if parameter.ndim == 1 else 0.01

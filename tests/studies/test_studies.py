@@ -52,15 +52,10 @@ def test_they_are_the_effects_of_a_grid_and_drawn_for_every_study():
     for effect, name in zip(factorial.effects, ("no mean", "no bias"), strict=False):
         assert contrasts(factorial)[""][name].interval == pytest.approx(effect.interval)
     drawn = draw([factorial, budget]).axes[0]
-    assert [len(pairs) for pairs in pairs_at_5e_4(["factorial"])] == [
-        30,
-        8,
-        3,
-        3,
-    ]  # its pilot, and sweeps of two others
+    # Its final pairs, its pilot, and sweeps of two others.
+    assert [len(pairs) for pairs in pairs_at_5e_4(["factorial"])] == [30, 8, 3, 3]
     rows = ["small model, 2,400 steps\n30 pairs", "small model, 600 steps\n6 pairs"]
-    rows.append("all at rate 5e-4, exploratory\n80 pairs")
-    assert [label.get_text() for label in drawn.get_yticklabels()] == rows
+    assert [text.get_text() for text in drawn.get_yticklabels()] == [*rows, "all at rate 5e-4, exploratory\n80 pairs"]
 
 
 def test_times_are_means_over_processes_of_medians_of_ratios_within_turns(monkeypatch):
@@ -73,13 +68,8 @@ def test_times_are_means_over_processes_of_medians_of_ratios_within_turns(monkey
 
 
 def test_a_seed_in_which_one_arm_of_a_value_diverged_does_not_count_in_how_losses_vary_over_learning_rates(finish):
-    plan = Plan(
-        vary={"norm": ["layer", "rms"], "qk_norm": [False, True]},
-        learning_rates=(1e-3, 2e-3),
-        seeds=2,
-        rerun_seeds=0,
-        sweep_seeds=3,
-    )
+    grid = {"norm": ["layer", "rms"], "qk_norm": [False, True]}
+    plan = Plan(vary=grid, learning_rates=(1e-3, 2e-3), seeds=2, rerun_seeds=0, sweep_seeds=3)
 
     def loss(run):
         if run.phase == "sweep" and run.seed == 1002 and run.arm == [*plan.all_arms][-1]:
