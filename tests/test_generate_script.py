@@ -96,15 +96,6 @@ def test_given_flags_win_over_the_recommended_sampling_even_with_a_default_value
     config.write_text("{}")
 
 
-def test_merging_generates_nothing_and_says_where_the_model_is(monkeypatch, folder, capsys):
-    monkeypatch.setattr("generation.load.merge", merge := Mock())
-    run = folder / "runs" / "newest"
-    monkeypatch.setattr(sys, "argv", ["generate.py", str(run), "--adapter", "lora", "--merge", "a b"])
-    generate.main()
-    merge.assert_called_once_with(run / "best", "lora", Path("a b"))
-    assert capsys.readouterr().err == "written: a b; try it: python generate.py 'a b'\n"
-
-
 def test_errors_are_found_before_torch_is_imported(folder, tmp_path):
     text = shutil.copytree(folder / "runs" / "newest" / "best", tmp_path / "text")
     (text / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')

@@ -61,10 +61,7 @@ def test_every_file_module_config_and_plan_that_a_document_names_exists(document
         studies = set(re.findall(r"ablate\.py (\w[\w-]*)", command)) - {"judge", "report", "NAME"}
         named += [f"studies/{name}/plan.toml" for name in studies]
     assert [name for name in named if not (ROOT / name.strip()).is_file()] == []
-
-
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_a_block_of_commands_can_be_pasted_because_explanations_are_comments(document):
+    # A block of commands can be pasted, because explanations are comments.
     assert [command for command in commands(TEXTS[document]) if re.search(r"\S {2,}\S", command)] == []
 
 

@@ -88,19 +88,15 @@ def test_the_limit_is_measured_in_the_turns_of_the_programs_and_is_the_median_of
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def cases(monkeypatch) -> list[kernel_benchmarks.Case]:
+def test_the_baselines_of_a_case_compute_what_ours_does_and_are_timed_in_all_parts(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function: function)
     shapes = {"NORMS": (6, 64), "MLPS": (6, 64, 32), "ROTARIES": (16, 2, 1, 16), "LOSSES": (6, 16, 40)}
     for name, shape in shapes.items():
         monkeypatch.setitem(getattr(kernel_benchmarks, name), "cpu", [shape])
-    return kernel_benchmarks.all_cases(CPU)
-
-
-def test_the_baselines_of_a_case_compute_what_ours_does_and_are_timed_in_all_parts(cases, monkeypatch):
     monkeypatch.setattr(timing, "block", lambda calls, *_: [call() for call in calls] and 0.5)
     monkeypatch.setattr(timing, "copying", lambda _: {"bytes": lambda: 1.0})
     monkeypatch.setattr(timing, "multiplying", lambda *_: {"FLOP": lambda: 0.5})
+    cases = kernel_benchmarks.all_cases(CPU)
     assert len(cases) == 8
     for case in cases:
         inputs = case.make()

@@ -24,18 +24,6 @@ def load(directory):
     return load_pretrained(open_checkpoint(*find_adapter(directory)))
 
 
-@pytest.fixture
-def peft_model(saved):
-    """A model of transformers, opened from our directory, with an adapter of PEFT whose matrices are all random."""
-    peft = pytest.importorskip("peft")
-
-    def make(options, **changes):
-        base = transformers.AutoModelForCausalLM.from_pretrained(saved(**changes))
-        return randomize_trained(peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options)))
-
-    return make
-
-
 SUBSETS = {
     "all": {"target_modules": "all-linear", "r": 3, "lora_alpha": 7},
     "attention": {"target_modules": ["q_proj", "v_proj"], "r": 4},
@@ -50,9 +38,12 @@ SUBSETS = {
 @torch.no_grad()
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("options", SUBSETS.values(), ids=SUBSETS.keys())
-def test_adapters_of_peft_have_equal_logits_here(peft_model, tokens, relative, tmp_path, options, norm):
-    untied = {"tie_word_embeddings": "lm_head" not in options["target_modules"]}
-    model = peft_model(options, norm=norm, **untied)
+def test_adapters_of_peft_have_equal_logits_here(saved, tokens, relative, tmp_path, options, norm):
+    """Of a model of transformers, opened from our directory, with an adapter of PEFT whose matrices are all random."""
+    peft = pytest.importorskip("peft")
+    tied = "lm_head" not in options["target_modules"]
+    base = transformers.AutoModelForCausalLM.from_pretrained(saved(norm=norm, tie_word_embeddings=tied))
+    model = randomize_trained(peft.get_peft_model(base, peft.LoraConfig(task_type="CAUSAL_LM", **options)))
     model.save_pretrained(tmp_path / "adapter")
     expected = model(tokens).logits
     with model.disable_adapter():

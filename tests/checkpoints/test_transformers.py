@@ -117,28 +117,23 @@ FOREIGN = {
 }
 
 
-@pytest.fixture
-def foreign():
+def foreign(family: str, rope: str, changes: dict) -> torch.nn.Module:
     """A random model of transformers, with norm weights and biases away from their initial values."""
-
-    def make(family: str, rope: str, changes: dict):
-        rope_parameters = {"rope_type": rope, **ROPES[rope]}
-        fields = {**SHAPE, "max_position_embeddings": CONTEXT, "rope_parameters": rope_parameters, **changes}
-        config = getattr(transformers, f"{family}Config")(**fields)
-        config.eos_token_id = config.pad_token_id = None
-        model = getattr(transformers, f"{family}ForCausalLM")(config)
-        generator = torch.Generator().manual_seed(8)
-        for parameter in model.parameters():
-            drawn = torch.randn(parameter.shape, generator=generator)
-            parameter.data = drawn * (0.3 if parameter.ndim == 1 else 0.12) + (0.6 if parameter.ndim == 1 else 0.01)
-        return model.eval()
-
-    return make
+    rope_parameters = {"rope_type": rope, **ROPES[rope]}
+    fields = {**SHAPE, "max_position_embeddings": CONTEXT, "rope_parameters": rope_parameters, **changes}
+    config = getattr(transformers, f"{family}Config")(**fields)
+    config.eos_token_id = config.pad_token_id = None
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(8)
+    for parameter in model.parameters():
+        drawn = torch.randn(parameter.shape, generator=generator)
+        parameter.data = drawn * (0.3 if parameter.ndim == 1 else 0.12) + (0.6 if parameter.ndim == 1 else 0.01)
+    return model.eval()
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("tied", "name"), [(i % 2 == 0, name) for i, name in enumerate(FOREIGN)])
-def test_a_model_saved_by_transformers_has_equal_logits_here(foreign, relative, tmp_path, tied, name):
+def test_a_model_saved_by_transformers_has_equal_logits_here(relative, tmp_path, tied, name):
     """In one file, in several, saved by us, with a config.json as of transformers 4, and token by token when padded."""
     family, rope, changes = FOREIGN[name]
     model = foreign(family, rope, {"tie_word_embeddings": tied, **changes})

@@ -186,16 +186,6 @@ TEMPLATES = {
 }
 
 
-def reference_render(source, messages, add_generation_prompt):
-    options = dict(chat_template=source, add_generation_prompt=add_generation_prompt, **SPECIAL)
-    return reference.render_jinja_template([[dict(message) for message in messages]], **options)[0][0]
-
-
-def own_render(source, messages, add_generation_prompt):
-    options = dict(messages=messages, add_generation_prompt=add_generation_prompt, **SPECIAL)
-    return compile_template(source).render(options).replace(BORDER, "")
-
-
 class Now(datetime.datetime):
     @classmethod
     def now(cls):
@@ -208,8 +198,10 @@ def test_a_template_renders_to_the_bytes_of_transformers(name, monkeypatch):
         monkeypatch.setattr(module, "datetime", Now)
     for messages in CONVERSATIONS:
         for prompt in (False, True):
-            arguments = TEMPLATES[name], messages, prompt
-            assert own_render(*arguments) == reference_render(*arguments)
+            given, options = [[dict(message) for message in messages]], {"add_generation_prompt": prompt, **SPECIAL}
+            expected = reference.render_jinja_template(given, chat_template=TEMPLATES[name], **options)[0][0]
+            rendered = compile_template(TEMPLATES[name]).render(messages=messages, **options)
+            assert rendered.replace(BORDER, "") == expected
 
 
 TEXTS = ["def add(x, y)", " é☺ 漢字\n\n x", "</think>tab\tand   spaces  ", "1"]

@@ -138,14 +138,11 @@ def test_rows_with_logits_that_are_not_finite_give_minus_1_and_other_rows_a_toke
     assert sampling.sample(logits, Sampling(temperature=0), []).tolist() == [2, -1, -1, 1, -1]
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        *({"temperature": -0.1}, {"temperature": math.inf}, {"top_k": -2}, {"top_p": -0.1}),
-        *({"top_p": 1.1}, {"min_p": math.nan}, {"min_p": 2.0}, {"repetition_penalty": 0.0}, {"temperature": "0.6"}),
-        *({"top_k": 2.5}, {"top_k": True}, {"top_p": [1]}),
-    ],
-)
-def test_a_value_outside_its_range_is_a_user_error_that_names_it(values):
-    with pytest.raises(UserError, match=f"{next(iter(values))} is .*: (it must be|Expected)"):
-        Sampling(**values)
+WRONG = {"temperature": [-0.1, math.inf, "0.6"], "top_k": [-2, 2.5, True], "top_p": [-0.1, 1.1, [1]]}
+WRONG |= {"min_p": [math.nan, 2.0], "repetition_penalty": [0.0]}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name in WRONG for value in WRONG[name]])
+def test_a_value_outside_its_range_is_a_user_error_that_names_it(name, value):
+    with pytest.raises(UserError, match=f"{name} is .*: (it must be|Expected)"):
+        Sampling(**{name: value})

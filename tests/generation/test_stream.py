@@ -13,14 +13,11 @@ KINDS = ["tokenizer", "llama", "qwen"]
 EASY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@pytest.fixture(params=KINDS)
-def any_tokenizer(request):
-    return request.getfixturevalue(request.param)
-
-
 @EASY
 @given(data=st.data())
-def test_the_texts_of_a_stream_joined_equal_decode_of_all_ids(any_tokenizer, data):
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_texts_of_a_stream_joined_equal_decode_of_all_ids(kind, request, data):
+    any_tokenizer = request.getfixturevalue(kind)
     # Low ids are bytes in all three tokenizers: they split characters, and most sequences of them are not UTF-8.
     token = st.one_of(st.integers(0, 260), st.integers(0, any_tokenizer.vocab_size - 1))
     ids = data.draw(st.lists(token, max_size=30))

@@ -13,11 +13,6 @@ B, T, H, K, D = 2, 7, 6, 3, 16
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 
 
-def angles_at(positions, theta=10000.0):
-    """float64 angles (..., d/2) of positions, computed independently, with powers instead of exponentials."""
-    return torch.stack([positions.double() / theta ** (2 * i / D) for i in range(D // 2)], dim=-1)
-
-
 def pair(kernel, angles, heads=H, kv_heads=K, tables=None, eps=1e-3):
     """Ours and the definition: RMSNorm per head where there are weights, then half-split pairs times e^(i angle)."""
     cos, sin = (angles.cos().float(), angles.sin().float()) if tables is None else tables
@@ -43,7 +38,8 @@ def test_heads_are_multiplied_by_complex_numbers_and_so_are_gradients(kernel, dr
     if with_norm:  # each sequence at its own positions
         positions = torch.stack((positions, torch.arange(T)))
     upstream = [draw(B, T, heads, D, dtype=dtype) for heads in (H, K, K)]
-    assert_exact(*pair(kernel, angles_at(positions)), inputs, upstream)
+    angles = torch.stack([positions.double() / 10000.0 ** (2 * i / D) for i in range(D // 2)], dim=-1)  # by powers
+    assert_exact(*pair(kernel, angles), inputs, upstream)
 
 
 SHAPES = {  # heads of q and of k, width of a head, sequences, length: blocks of tokens end inside sequences
@@ -57,21 +53,15 @@ SHAPES = {  # heads of q and of k, width of a head, sequences, length: blocks of
 CASES = [*zip(SHAPES, [False, True] * 3, [F32, F32, F16, F16, BF16, BF16], strict=True)]  # norms of heads, dtypes
 
 
-@pytest.fixture
-def strided(draw):
-    """Random tensors whose strides and first address are all odd and, thanks to `gap`, all different."""
-
-    def make(*shape: int, gap: int, dtype: torch.dtype = F32) -> torch.Tensor:
+@triton_only
+@pytest.mark.parametrize(("shape", "head_norms", "dtype"), CASES)
+def test_triton_results_are_rounded_once_for_all_heads_strides(draw, assert_exact, shape, head_norms, dtype):
+    def strided(*shape: int, gap: int, dtype: torch.dtype = F32) -> torch.Tensor:
+        """A random tensor whose strides and first address are all odd and, thanks to `gap`, all different."""
         *outer, last = shape
         wide = draw(*(n + 2 for n in outer), last + last % 2 + gap, dtype=dtype)
         return wide[(*(slice(1, -1) for _ in outer), slice(1, last + 1))]
 
-    return make
-
-
-@triton_only
-@pytest.mark.parametrize(("shape", "head_norms", "dtype"), CASES)
-def test_triton_results_are_rounded_once_for_all_heads_strides(draw, strided, assert_exact, shape, head_norms, dtype):
     heads, kv_heads, width, batch, length = SHAPES[shape]
     angles = draw(batch, length, width // 2, mean=500.0, std=300.0, dtype=torch.float64)
     cos, sin = strided(*angles.shape, gap=3), strided(*angles.shape, gap=7)  # each sequence has its own positions

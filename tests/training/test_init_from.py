@@ -155,28 +155,30 @@ def test_a_run_stopped_and_resumed_equals_one_that_was_not(start, tmp_path, dtyp
 
 @pytest.fixture
 def generated(monkeypatch, capsys):
-    """What generate.py prints for some arguments."""
+    """What generate.py prints for some arguments, in its log too with `log`."""
 
-    def run(*arguments) -> str:
+    def run(*arguments, log: bool = False) -> str:
         greedy = ("--max-new-tokens", "9", "--temperature", "0", "--dtype", "float32")
         monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments), *greedy])
         capsys.readouterr()
         generate.main()
-        return capsys.readouterr().out
+        return "".join(capsys.readouterr()[: 1 + log])
 
     return run
 
 
 @torch.no_grad()
 def test_a_run_its_adapter_on_the_base_and_both_merged_generate_equal_texts(folder, finished_run, generated, tmp_path):
-    merged = tmp_path / "merged"
+    merged = tmp_path / "the merged"
     text = generated(folder, "the ")
     assert text.startswith("the ") and generated(finished_run, "the ", "--adapter", folder) == text
     (bare := tmp_path / "bare").mkdir()  # as PEFT saves it, without a tokenizer
     for path in (folder / "best").glob("adapter_*"):
         shutil.copy(path, bare)
     assert generated(bare, "the ") == text
-    assert generated(folder, "--merge", merged) == "" and {*tmp_path.iterdir()} == {bare, merged}
+    said = generated(folder, "--merge", merged, log=True)
+    assert said == f"written: {merged}; try it: python generate.py '{merged}'\n"
+    assert {*tmp_path.iterdir()} == {bare, merged}
     assert generated(merged, "the ") == text
     adapted = load_pretrained(open_checkpoint(finished_run / "best", folder / "best"))
     models = [adapted, *(load_pretrained(directory) for directory in (merged, finished_run / "best"))]
@@ -184,7 +186,7 @@ def test_a_run_its_adapter_on_the_base_and_both_merged_generate_equal_texts(fold
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
     assert not torch.equal(states[0]["layers.0.mlp.down_proj.weight"], states[2]["layers.0.mlp.down_proj.weight"])
     with pytest.raises(UserError, match="merged exists; give a new directory"):
-        generated(folder, "--merge", merged)
+        generated(finished_run, "--adapter", folder, "--merge", merged)
     transformers = pytest.importorskip("transformers")
     tokens = torch.arange(40).view(2, 20)
     logits = transformers.AutoModelForCausalLM.from_pretrained(merged)(tokens).logits
