@@ -1,10 +1,13 @@
-"""Which runs are made and kept: resuming, failures, other settings, texts, devices, processes, and a cluster."""
+"""Which runs are made and kept: resuming, failures, other settings, texts and devices, a cluster, and ablate.py."""
 
 import dataclasses
 import functools
+import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +23,7 @@ from ablation.records import Row, append_rows, read_lines, read_rows
 from ablation.run import settings_hash
 from errors import UserError
 from files import read_toml
+from tests.conftest import ROOT, run_python
 
 PLAN = Plan(vary={"norm": ["layer", "rms"]}, seeds=2, rerun_seeds=0, learning_rates=(2e-2,))
 
@@ -219,3 +223,41 @@ def test_twelve_runs_on_two_workers_of_which_one_is_killed_are_those_of_the_loca
     same = {"seconds": 0, "all_seconds": 0, "workers": 0}  # apart from these, the rows are equal
     ours, theirs = ({(r.arm, r.seed): dataclasses.replace(r, **same) for r in e.rows} for e in (spread, local))
     assert ours == theirs and len(ours) == 12
+
+
+def start(*arguments: str) -> subprocess.Popen:
+    command = [sys.executable, "ablate.py", *arguments, "--device", "cpu", "--jobs", "1", "--rerun-seeds", "0"]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_flags_plans_and_studies_import_no_torch():
+    code = "import sys, ablate, ablation.study; sys.exit('torch' in sys.modules)"
+    assert run_python("-c", code).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stops", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGINT, signal.SIGTERM, signal.SIGINT]])
+def test_ctrl_c_and_sigterm_end_it_in_one_line_and_the_same_command_resumes(config, tmp_path, stops):
+    arguments = ["--config", str(config), "--vary", "norm=layer,rms", "--seeds", "2", "--out", str(tmp_path)]
+    first = start(*arguments)
+    while len(read_rows(tmp_path)) < 1 and first.poll() is None:
+        time.sleep(0.05)
+    for stop in stops:
+        first.send_signal(stop)
+    _, errors = first.communicate(timeout=500)
+    assert first.returncode == 130 and "Traceback" not in errors and "Warning" not in errors
+    assert errors.splitlines()[-1].startswith("stopped; the same command resumes it")
+    assert 1 <= len(read_rows(tmp_path)) < 4
+    output, _ = start(*arguments).communicate(timeout=500)
+    assert len(read_rows(tmp_path)) == 4 and "report.md" in output and (tmp_path / "report.md").is_file()
+
+
+@pytest.mark.slow
+def test_a_judge_ends_with_one_json_object_and_failed_runs_are_named_with_status_1(config, tmp_path):
+    arms = ["--a", "", "--b", "tokenizer=/nowhere"]
+    judging = start("judge", *arms, "--config", str(config), "--out", str(tmp_path), "--seeds", "10")
+    output, errors = judging.communicate(timeout=500)
+    last = json.loads(output.splitlines()[-1])
+    assert (last["verdict"], last["reason"]) == ("inconclusive", "runs did not complete, or the hours are used up")
+    assert judging.returncode == 1 and "failed: tokenizer=/nowhere, final seed 1, " in errors
+    assert [row.status for row in read_rows(tmp_path)].count("failed") == 2
