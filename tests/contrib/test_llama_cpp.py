@@ -51,23 +51,18 @@ def words(regex: str, behavior: str = "isolated") -> pre_tokenizers.Sequence:
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(regex), behavior), bytes_alone])
 
 
-@pytest.fixture
-def byte_level(tmp_path) -> Callable:
+def byte_level(folder: Path, pre_tokenizer, normalizer=None, alphabet=ALPHABET, ignore_merges=False, **model):
     """A byte-level tokenizer of 256 bytes, two merges, a special token and an added token that is none."""
-
-    def make(pre_tokenizer, normalizer=None, alphabet=ALPHABET, ignore_merges=False, **model):
-        vocabulary = {character: i for i, character in enumerate([*alphabet, "ab", "abc"])}
-        bpe = tokenizers.models.BPE(vocabulary, [("a", "b"), ("ab", "c")], ignore_merges=ignore_merges, **model)
-        tokenizer = tokenizers.Tokenizer(bpe)
-        tokenizer.pre_tokenizer = pre_tokenizer
-        tokenizer.normalizer = normalizer
-        tokenizer.add_special_tokens(["<|end|>"])
-        tokenizer.add_tokens(["<think>"])
-        tokenizer.save(str(tmp_path / "tokenizer.json"))
-        (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
-        return load_tokenizer(tmp_path)
-
-    return make
+    vocabulary = {character: i for i, character in enumerate([*alphabet, "ab", "abc"])}
+    bpe = tokenizers.models.BPE(vocabulary, [("a", "b"), ("ab", "c")], ignore_merges=ignore_merges, **model)
+    tokenizer = tokenizers.Tokenizer(bpe)
+    tokenizer.pre_tokenizer = pre_tokenizer
+    tokenizer.normalizer = normalizer
+    tokenizer.add_special_tokens(["<|end|>"])
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    return load_tokenizer(folder)
 
 
 PLAIN, SINGLE_DIGITS = ByteLevel(add_prefix_space=False), pre_tokenizers.Digits(individual_digits=True)
@@ -80,9 +75,9 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_a_known_way_to_split_text_has_its_name(byte_level, name):
+def test_a_known_way_to_split_text_has_its_name(tmp_path, name):
     pre_tokenizer, ignore_merges = KNOWN[name]
-    vocabulary = Vocabulary(byte_level(pre_tokenizer, ignore_merges=ignore_merges), 300)
+    vocabulary = Vocabulary(byte_level(tmp_path, pre_tokenizer, ignore_merges=ignore_merges), 300)
     assert (vocabulary["tokenizer_pre"], vocabulary["token_merges"], vocabulary.notes) == (name, ["a b", "ab c"], [])
     assert vocabulary["token_types"][258:262] == [CONTROL, USER_DEFINED, UNUSED, UNUSED]
 
@@ -97,19 +92,19 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize("pre_tokenizer", UNKNOWN.values(), ids=UNKNOWN.keys())
-def test_an_unknown_way_to_split_text_is_refused(byte_level, pre_tokenizer):
+def test_an_unknown_way_to_split_text_is_refused(tmp_path, pre_tokenizer):
     with pytest.raises(UserError, match="it splits text in a way that is not known here"):
-        Vocabulary(byte_level(pre_tokenizer), 300)
+        Vocabulary(byte_level(tmp_path, pre_tokenizer), 300)
 
 
-def test_other_normalizers_and_encodings_are_refused(byte_level):
-    assert "drops bytes" in Vocabulary(byte_level(PLAIN, alphabet=ALPHABET[1:]), 300).notes[0]
+def test_other_normalizers_and_encodings_are_refused(tmp_path):
+    assert "drops bytes" in Vocabulary(byte_level(tmp_path, PLAIN, alphabet=ALPHABET[1:]), 300).notes[0]
     with pytest.raises(UserError, match="normalizer Lowercase"):
-        Vocabulary(byte_level(PLAIN, normalizers.Lowercase()), 300)
+        Vocabulary(byte_level(tmp_path, PLAIN, normalizers.Lowercase()), 300)
     with pytest.raises(UserError, match="unknown bytes"):
-        Vocabulary(byte_level(PLAIN, alphabet=ALPHABET[1:], unk_token="ab"), 300)
+        Vocabulary(byte_level(tmp_path, PLAIN, alphabet=ALPHABET[1:], unk_token="ab"), 300)
     with pytest.raises(UserError, match="marks the parts of words or is random"):
-        Vocabulary(byte_level(PLAIN, dropout=0.1), 300)
+        Vocabulary(byte_level(tmp_path, PLAIN, dropout=0.1), 300)
 
 
 def test_a_sentencepiece_model_keeps_its_pieces_scores_and_types(tmp_path):
@@ -170,14 +165,11 @@ class LlamaCpp:
         parameters.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self.server = xllamacpp.Server(parameters)
 
-    def ask(self, route: str, **question: object) -> dict:
-        content, headers = json.dumps(question).encode(), {"Content-Type": "application/json"}
-        request = urllib.request.Request(self.server.listening_address + route, content, headers)
-        with urllib.request.urlopen(request, timeout=120) as answer:
-            return json.load(answer)
-
     def encode(self, text: str, bos: bool = False) -> list[int]:
-        return self.ask("/tokenize", content=text, add_special=bos, parse_special=False)["tokens"]
+        question = json.dumps({"content": text, "add_special": bos, "parse_special": False}).encode()
+        address, headers = f"{self.server.listening_address}/tokenize", {"Content-Type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(address, question, headers), timeout=120) as answer:
+            return json.load(answer)["tokens"]
 
 
 @pytest.mark.slow
@@ -199,9 +191,8 @@ def test_every_pre_tokenizer_gives_the_same_ids_in_llama_cpp(make_decoder, libra
     made = tokenizers.Tokenizer(tokenizers.models.BPE(ignore_merges=ignore_merges))
     made.pre_tokenizer = split
     made.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=3000, special_tokens=["<|end|>"], initial_alphabet=ALPHABET, show_progress=False
-    )
+    options = dict(special_tokens=["<|end|>"], initial_alphabet=ALPHABET, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=3000, **options)
     text = library_text[::8]
     made.train_from_iterator(text, trainer)
     made.save(str(tmp_path / "tokenizer.json"))

@@ -34,34 +34,30 @@ def checkpoint(tmp_path_factory, decoder, tokenizer):
     return directory
 
 
-@pytest.fixture
-def set_stdin(monkeypatch):
-    def set_stdin(content: bytes, terminal: bool = False, encoding: str = "utf-8"):
-        stream = io.TextIOWrapper(io.BytesIO(content), encoding)
-        stream.isatty = lambda: terminal
-        monkeypatch.setattr(sys, "stdin", stream)
-
-    return set_stdin
+def set_stdin(monkeypatch, content: bytes, terminal: bool = False, encoding: str = "utf-8"):
+    stream = io.TextIOWrapper(io.BytesIO(content), encoding)
+    stream.isatty = lambda: terminal
+    monkeypatch.setattr(sys, "stdin", stream)
 
 
-def test_standard_input_is_one_prompt_without_its_last_line_break(set_stdin):
+def test_standard_input_is_one_prompt_without_its_last_line_break(monkeypatch):
     for content, prompt in {"a\nb\n": "a\nb", "a\r\n": "a", "a\n\n": "a\n", " a ": " a ", "": "", "é☺": "é☺"}.items():
-        set_stdin(content.encode())
+        set_stdin(monkeypatch, content.encode())
         assert read_prompts(Settings()) == [prompt]
-    set_stdin(b"\xef\xbb\xbfhello\n")  # with a byte order mark
+    set_stdin(monkeypatch, b"\xef\xbb\xbfhello\n")  # with a byte order mark
     assert read_prompts(Settings(chat=True)) == ["hello"]
-    set_stdin(b'\xef\xbb\xbf"a"\n')
+    set_stdin(monkeypatch, b'\xef\xbb\xbf"a"\n')
     assert read_prompts(Settings(jsonl=True)) == ["a"]
 
 
-def test_a_terminal_is_not_read_and_gives_an_empty_prompt_with_a_hint_or_a_conversation(set_stdin, capsys):
-    set_stdin(b"typed", terminal=True)
+def test_a_terminal_is_not_read_and_gives_an_empty_prompt_with_a_hint_or_a_conversation(monkeypatch, capsys):
+    set_stdin(monkeypatch, b"typed", terminal=True)
     assert read_prompts(Settings(chat=True)) is None and read_prompts(Settings()) == [""]
     hint = capsys.readouterr().err
     assert hint.startswith("no prompt: the model starts a text of its own;") and "--chat" in hint
     with pytest.raises(UserError, match="a conversation has one answer to each message; give --samples with"):
         read_prompts(Settings(chat=True, samples=2))
-    set_stdin(b"")
+    set_stdin(monkeypatch, b"")
     assert read_prompts(Settings(chat=True, jsonl=True)) == []  # no conversation
 
 
@@ -78,20 +74,20 @@ def test_a_terminal_is_not_read_and_gives_an_empty_prompt_with_a_hint_or_a_conve
         (b'"\\ud800"', {"jsonl": True}, "line 1 of standard input cannot be read"),
     ],
 )
-def test_input_that_is_no_prompt_is_a_user_error(set_stdin, content, settings, words):
-    set_stdin(content)
+def test_input_that_is_no_prompt_is_a_user_error(monkeypatch, content, settings, words):
+    set_stdin(monkeypatch, content)
     with pytest.raises(UserError, match=words):
         read_prompts(Settings(**settings))
 
 
-def test_keys_beside_a_prompt_are_said_to_do_nothing(set_stdin, capsys):
-    set_stdin(b'{"prompt": "a", "temperature": 0}')
+def test_keys_beside_a_prompt_are_said_to_do_nothing(monkeypatch, capsys):
+    set_stdin(monkeypatch, b'{"prompt": "a", "temperature": 0}')
     assert read_prompts(Settings(jsonl=True)) == ["a"]
     assert 'only "prompt" is read of prompt, temperature; sampling is set by flags' in capsys.readouterr().err
 
 
-def test_what_is_typed_may_be_anything_and_its_prompt_is_not_printed_to_redirected_output(set_stdin, capsys):
-    set_stdin("é\n".encode() + b"\xe9\n", encoding="ascii")
+def test_what_is_typed_may_be_anything_and_its_prompt_is_not_printed_to_redirected_output(monkeypatch, capsys):
+    set_stdin(monkeypatch, "é\n".encode() + b"\xe9\n", encoding="ascii")
     assert [conversation.read_line(), conversation.read_line()] == ["é", "\ufffd"]
     assert capsys.readouterr() == ("", "> > ")
     with pytest.raises(EOFError):

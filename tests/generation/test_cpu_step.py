@@ -24,19 +24,17 @@ from model.linear import Linear
 from tests.conftest import ROOT, run_python
 from tests.generation.conftest import generate_all
 
+BIASES = {"attention_bias": True, "attention_output_bias": True}
+LAYER = {"norm": "layer", "attention_bias": True, "qk_norm": True}
 VARIANTS = {
     "rms": {},
-    "rms with bias, biases of q, k, v and o": {
-        "norm_bias": True, "attention_bias": True, "attention_output_bias": True,
-    },
+    "rms with bias, biases of q, k, v and o": {"norm_bias": True, **BIASES},
     "rms, qk norm, wide heads": {"qk_norm": True, "head_dim": 20},
-    "layer, biases, qk norm, untied": {
-        "norm": "layer", "attention_bias": True, "qk_norm": True, "tie_word_embeddings": False,
-    },
+    "layer, biases, qk norm, untied": LAYER | {"tie_word_embeddings": False},
     "layer without bias, one kv head": {"norm": "layer", "norm_bias": False, "num_key_value_heads": 1},
     "a kv head for each head": {"num_key_value_heads": 6},
     "linear": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-}  # fmt: skip
+}
 
 
 def steps(decoder, lengths, count=3, kind=CpuDecodeStep):
@@ -92,7 +90,7 @@ def test_positions_after_the_first_table_of_angles_and_scores_too_large_for_exp_
 
 @torch.inference_mode()
 def test_bfloat16_errs_less_than_the_decoder_does(make_decoder, relative):
-    decoder = make_decoder(norm="layer", attention_bias=True, qk_norm=True).eval()
+    decoder = make_decoder(**LAYER).eval()
     exact, _, _ = steps(decoder, [5, 2, 1])
     decoder.compute_dtype = torch.bfloat16  # the weights stay float32, as in training: the step casts them once
     logits, expected, _ = steps(decoder, [5, 2, 1])

@@ -20,14 +20,10 @@ pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("few_programs")]
 
 VARIANTS = {
     "rms": {},
-    "layer, biases, qk norm, untied": {
-        "norm": "layer", "attention_bias": True, "qk_norm": True, "tie_word_embeddings": False,
-    },
-    "layer without bias, one kv head, wide heads": {
-        "norm": "layer", "norm_bias": False, "num_key_value_heads": 1, "head_dim": 20,
-    },
+    "layer, biases, qk norm, untied": test_cpu_step.LAYER | {"tie_word_embeddings": False},
+    "layer without bias, one wide kv head": dict(norm="layer", norm_bias=False, num_key_value_heads=1, head_dim=20),
     "yarn": {"rope_scaling": YARN},
-}  # fmt: skip
+}
 
 
 def random_tokens(batch, count):

@@ -42,15 +42,10 @@ def rounded_reference(x, weight, targets, token_weight, logits=None):
     return loss, delta @ weight.double(), delta.T @ x.double()
 
 
-@pytest.fixture
-def run(evaluate):
+def run(evaluate, x, weight, targets, token_weight, upstream=1.0):
     """The weighted sum of the losses, dx and dweight."""
-
-    def run(x, weight, targets, token_weight, upstream=1.0):
-        loss = lambda x, weight: gpu.linear_cross_entropy(x, weight, targets, torch.tensor(token_weight))  # noqa: E731
-        return evaluate(loss, (x, weight), [torch.tensor(upstream)])
-
-    return run
+    loss = lambda x, weight: gpu.linear_cross_entropy(x, weight, targets, torch.tensor(token_weight))  # noqa: E731
+    return evaluate(loss, (x, weight), [torch.tensor(upstream)])
 
 
 @pytest.fixture
@@ -66,28 +61,29 @@ def assert_rounded_once(relative, rounding):
 
 
 @pytest.mark.parametrize(("dtype", "mean"), [(torch.float32, 0.0), (torch.bfloat16, -50.0), (torch.float16, 50.0)])
-def test_logits_their_gradient_and_dx_are_rounded_once_and_nothing_else(draw, run, assert_rounded_once, dtype, mean):
+def test_logits_their_gradient_and_dx_are_rounded_once(draw, evaluate, assert_rounded_once, dtype, mean):
     x, weight, targets = make_inputs(draw, 37, dtype, mean)
     for token_weight in (0.37, -2.1):
-        assert_rounded_once(run(x, weight, targets, token_weight), rounded_reference(x, weight, targets, token_weight))
+        inputs = x, weight, targets, token_weight
+        assert_rounded_once(run(evaluate, *inputs), rounded_reference(*inputs))
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 20])
-def test_chunks_change_nothing(draw, run, assert_rounded_once, monkeypatch, rows):
+def test_chunks_change_nothing(draw, evaluate, assert_rounded_once, monkeypatch, rows):
     monkeypatch.setattr(cross_entropy, "chunk_rows", lambda rows, vocabulary, itemsize: 8)
     inputs = *make_inputs(draw, rows), 0.37
-    assert_rounded_once(run(*inputs), rounded_reference(*inputs))
+    assert_rounded_once(run(evaluate, *inputs), rounded_reference(*inputs))
 
 
-def test_without_a_counted_token_losses_and_gradients_are_0(draw, run):
+def test_without_a_counted_token_losses_and_gradients_are_0(draw, evaluate):
     x, weight, _ = make_inputs(draw, 9)
     weight[:, 0] = torch.where(torch.arange(V) % 2 == 0, float("nan"), float("-inf"))  # ignored rows are not read
     targets = torch.full((9,), -100)
-    assert not run(x, weight, targets, 0.37)[0].any()
+    assert not run(evaluate, x, weight, targets, 0.37)[0].any()
     logits, loss = torch.full((9, 304), float("nan")), torch.full((9,), float("nan"))
     cross_entropy.cross_entropy(logits[:, :V], targets, torch.ones(9), loss)
     assert not logits.any() and not loss.any()
-    _, dx, dweight = run(x[:0], weight, targets[:0], 0.37)
+    _, dx, dweight = run(evaluate, x[:0], weight, targets[:0], 0.37)
     assert dx.shape == (0, D) and dweight.shape == (V, D) and not dweight.any()
 
 
@@ -107,10 +103,10 @@ def test_a_second_backward_pass_gives_equal_gradients_and_leaves_those_of_the_fi
         assert relative(scaled, gradient.double() * 0.37) < (1e-6 if dtype == torch.float32 else 3e-3)  # two roundings
 
 
-def test_float16_keeps_a_small_weight_under_a_scaler(draw, run, relative, rounding):
+def test_float16_keeps_a_small_weight_under_a_scaler(draw, evaluate, relative, rounding):
     """1/N of a large batch times a small probability is below 6e-8, the smallest number of float16."""
     x, weight, targets = make_inputs(draw, 37, torch.float16)
-    _, *gradients = run(x, weight, targets, 1e-7, upstream=2.0**20)
+    _, *gradients = run(evaluate, x, weight, targets, 1e-7, upstream=2.0**20)
     _, dx, dweight = rounded_reference(x, weight, targets, 1e-7)
     assert relative(gradients[0], dx * 2.0**20) < rounding(torch.float16, dx.numel()) + 1e-4
     assert relative(gradients[1], dweight * 2.0**20) < 1e-4

@@ -20,23 +20,19 @@ def layer_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
 # Each norm of float64 rows x, before weight and bias. Tests by a formula skip a norm that somebody has added and that
 # has none here; one of ours that is renamed fails below.
 NORM_FORMULAS = {
-    "rms": lambda x, config, tensors: x / (mean_square(x) + config.norm_eps).sqrt(),
-    "layer": lambda x, config, tensors: layer_norm(x, config.norm_eps),
-    "center": lambda x, config, tensors: x - x.mean(-1, keepdim=True),
-    "srms": lambda x, config, tensors: x / (mean_square(x) + config.norm_eps).sqrt(),
-    "offset": lambda x, config, tensors: (1 + tensors["offset"]) * x / (mean_square(x) + config.norm_eps).sqrt(),
-    "prms": lambda x, config, tensors: x / (mean_square(x[..., :3]) + config.norm_eps).sqrt(),  # 3 is 48 / 16
-    "l2": lambda x, config, tensors: x / ((x**2).sum(-1, keepdim=True).sqrt() + config.norm_eps),
-    "group": lambda x, config, tensors: torch.cat(
-        [layer_norm(slice, config.norm_eps) for slice in x.split(6, -1)],  # 6 is 48 / 8
-        dim=-1,
-    ),
-    "batch": lambda x, config, tensors: (
-        (x - tensors["running_mean"]) / (tensors["running_var"] + config.norm_eps).sqrt()  # in evaluation
-    ),
-    "dyt": lambda x, config, tensors: 1 - 2 / (1 + (2 * tensors["alpha"] * x).exp()),
-    "derf": lambda x, config, tensors: torch.erf(tensors["alpha"] * x + tensors["shift"]),
-    "none": lambda x, config, tensors: x,
+    "rms": lambda x, eps, tensors: x / (mean_square(x) + eps).sqrt(),
+    "layer": lambda x, eps, tensors: layer_norm(x, eps),
+    "center": lambda x, eps, tensors: x - x.mean(-1, keepdim=True),
+    "srms": lambda x, eps, tensors: x / (mean_square(x) + eps).sqrt(),
+    "offset": lambda x, eps, tensors: (1 + tensors["offset"]) * x / (mean_square(x) + eps).sqrt(),
+    "prms": lambda x, eps, tensors: x / (mean_square(x[..., :3]) + eps).sqrt(),  # 3 is 48 / 16
+    "l2": lambda x, eps, tensors: x / ((x**2).sum(-1, keepdim=True).sqrt() + eps),
+    "group": lambda x, eps, tensors: torch.cat([layer_norm(slice, eps) for slice in x.split(6, -1)], -1),  # 6 is 48 / 8
+    # In evaluation.
+    "batch": lambda x, eps, tensors: (x - tensors["running_mean"]) / (tensors["running_var"] + eps).sqrt(),
+    "dyt": lambda x, eps, tensors: 1 - 2 / (1 + (2 * tensors["alpha"] * x).exp()),
+    "derf": lambda x, eps, tensors: torch.erf(tensors["alpha"] * x + tensors["shift"]),
+    "none": lambda x, eps, tensors: x,
 }
 
 assert NORM_FORMULAS.keys() <= NORMS.keys()
@@ -49,6 +45,7 @@ def norm_formula() -> Callable[..., torch.Tensor]:
     def norm(x: torch.Tensor, config: ModelConfig, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         if config.norm not in NORM_FORMULAS:
             pytest.skip(f"{config.norm} has no formula in tests/model/conftest.py")
-        return NORM_FORMULAS[config.norm](x, config, tensors) * tensors.get("weight", 1) + tensors.get("bias", 0)
+        y = NORM_FORMULAS[config.norm](x, config.norm_eps, tensors)
+        return y * tensors.get("weight", 1) + tensors.get("bias", 0)
 
     return norm

@@ -28,10 +28,6 @@ def test_the_report_names_parameters_that_two_norms_do_not_share(make_config, ma
         assert torch.equal(tensor, start[name] if name in new else original[name]), name
 
 
-def test_zero_biases_that_only_the_family_needs_are_neither_kept_nor_dropped(make_decoder, saved):
-    assert load_weights(make_decoder(seed=1), saved(norm="layer", norm_bias=False)) == ([], [])
-
-
 def test_master_weights_stay_float32_when_the_checkpoint_is_bfloat16(make_decoder, saved):
     directory, decoder = saved(), make_decoder(seed=1)
     edit_tensors(directory, lambda t: t.update({name: tensor.bfloat16() for name, tensor in t.items()}))
@@ -57,18 +53,13 @@ def test_weights_of_another_shape_are_refused_with_both_values_and_not_loaded(ma
     assert torch.equal(decoder.norm.weight, before)
 
 
-@pytest.fixture
-def converted(make_decoder):
-    """A LayerNorm decoder, and RMSNorm with its weights centered, both in float64."""
-
-    def convert(norm_bias: bool = True, **changes) -> tuple[Decoder, Decoder]:
-        layer = make_decoder(norm="layer", norm_bias=norm_bias, **changes).double()
-        rms = make_decoder(seed=1, norm_bias=norm_bias, **changes).double()
-        rms.load_state_dict(layer.state_dict())
-        layer.compute_dtype = rms.compute_dtype = torch.float64
-        return layer, rms
-
-    return convert
+def layer_and_rms(make_decoder, norm_bias: bool = True, **changes) -> tuple[Decoder, Decoder]:
+    """A LayerNorm decoder, and RMSNorm with its weights, both in float64."""
+    layer = make_decoder(norm="layer", norm_bias=norm_bias, **changes).double()
+    rms = make_decoder(seed=1, norm_bias=norm_bias, **changes).double()
+    rms.load_state_dict(layer.state_dict())
+    layer.compute_dtype = rms.compute_dtype = torch.float64
+    return layer, rms
 
 
 @pytest.fixture
@@ -88,8 +79,8 @@ def reference():
     ids=["with bias", "without bias", "output bias and qk norm", "plain MLP"],
 )
 @torch.no_grad()
-def test_with_centered_weights_rmsnorm_computes_what_layernorm_did(converted, tokens, relative, changes):
-    layer, rms = converted(tie_word_embeddings=False, **changes)
+def test_with_centered_weights_rmsnorm_computes_what_layernorm_did(make_decoder, tokens, relative, changes):
+    layer, rms = layer_and_rms(make_decoder, tie_word_embeddings=False, **changes)
     expected = layer(tokens)
     assert relative(rms(tokens), expected) > 1e-3
     center_residual_writers(rms)
@@ -100,8 +91,8 @@ def test_with_centered_weights_rmsnorm_computes_what_layernorm_did(converted, to
 
 @pytest.mark.usefixtures("reference")
 @torch.no_grad()
-def test_a_tied_embedding_is_not_centered_since_the_head_would_change(converted, tokens, relative):
-    layer, rms = converted(tie_word_embeddings=True)
+def test_a_tied_embedding_is_not_centered_since_the_head_would_change(make_decoder, tokens, relative):
+    layer, rms = layer_and_rms(make_decoder, tie_word_embeddings=True)
     expected, embedding = layer(tokens), layer.embed_tokens.weight.clone()
     center_residual_writers(layer)
     assert torch.equal(layer.embed_tokens.weight, embedding) and relative(layer(tokens), expected) < 1e-10

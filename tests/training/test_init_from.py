@@ -186,7 +186,9 @@ def test_a_run_its_adapter_on_the_base_and_both_merged_generate_equal_texts(fold
     assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
     assert not torch.equal(states[0]["layers.0.mlp.down_proj.weight"], states[2]["layers.0.mlp.down_proj.weight"])
     with pytest.raises(UserError, match="merged exists; give a new directory"):
-        generated(finished_run, "--adapter", folder, "--merge", merged)
+        generated(folder, "--merge", merged)
+    generated(finished_run, "--adapter", folder, "--merge", tmp_path / "again")
+    runs.assert_equal_tensors(tmp_path / "again" / "model.safetensors", merged / "model.safetensors")
     transformers = pytest.importorskip("transformers")
     tokens = torch.arange(40).view(2, 20)
     logits = transformers.AutoModelForCausalLM.from_pretrained(merged)(tokens).logits

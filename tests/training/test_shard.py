@@ -28,47 +28,37 @@ from training.settings import MachineSettings
 SCRIPT = Path(__file__).parent / "run_processes.py"
 
 
-@pytest.fixture
-def groups(tmp_path):
-    """A function that runs groups of processes (count, arguments, {step: what happens}) in the test's folder."""
-
-    def run(*groups: tuple) -> tuple[list[list[int]], str, str]:
-        (tmp_path / "groups.json").write_text(json.dumps(groups))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        ended = run_python(SCRIPT, cwd=tmp_path, timeout=500, env=environment)
-        statuses = [json.loads(line[9:]) for line in ended.stdout.splitlines() if line.startswith("statuses ")]
-        assert len(statuses) == len(groups), ended.stderr[-3000:]
-        return statuses, ended.stdout, ended.stderr
-
-    return run
+def run_groups(folder: Path, *groups: tuple) -> tuple[list[list[int]], str, str]:
+    """Run groups of processes (count, arguments, {step: what happens}) in a folder."""
+    (folder / "groups.json").write_text(json.dumps(groups))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    ended = run_python(SCRIPT, cwd=folder, timeout=500, env=environment)
+    statuses = [json.loads(line[9:]) for line in ended.stdout.splitlines() if line.startswith("statuses ")]
+    assert len(statuses) == len(groups), ended.stderr[-3000:]
+    return statuses, ended.stdout, ended.stderr
 
 
 def sharded(flags: list[str], *more: str) -> list[str]:
     return [*flags, "--shard", "--steps", "16", "--evaluate-every", "8", "--vocab-size", "401", *more]
 
 
-@pytest.fixture
-def one(flags, tmp_path):
-    """Trains the same run in one process and returns its losses."""
-
-    def run(*more: str) -> list[float]:
-        return losses(train_run(tmp_path / "one", *sharded(flags, *more)))
-
-    return run
+def one(flags: list[str], folder: Path, *more: str) -> list[float]:
+    """The losses of the same run in one process."""
+    return losses(train_run(folder / "one", *sharded(flags, *more)))
 
 
-def test_neither_a_failed_write_nor_a_kill_in_a_save_changes_a_loss(flags, tmp_path, groups, one):
+def test_neither_a_failed_write_nor_a_kill_in_a_save_changes_a_loss(flags, tmp_path):
     way = ("--evaluate-every", "4", "--norm", "layer", "--activation-checkpointing", "--no-tie-word-embeddings")
     new, run = sharded(flags, *way, "--micro-batch-size", "1"), tmp_path / "run"
     resumed = ["--resume", "run"]
     stopped = [(2, [*new, "--out", "run"], {8: "fail"}), (2, resumed, {12: "kill"})]
-    statuses, out, errors = groups(*stopped, (2, resumed, {}))
+    statuses, out, errors = run_groups(tmp_path, *stopped, (2, resumed, {}))
     assert statuses == [[2, 2], [2, -9], [0, 0]], errors[-3000:]
     assert errors.count("error: another process ended or does not answer") == 2 and "Warning" not in errors
     assert errors.count("error: step 8 cannot be saved ([Errno 28] No space left on device") == 1
     assert [out.count(f"resuming from run/last, step {step} of 16") for step in (4, 8)] == [1, 1]
     assert out.count("next: ") == 1
-    assert losses(run) == pytest.approx(one(*way), abs=1e-5)
+    assert losses(run) == pytest.approx(one(flags, tmp_path, *way), abs=1e-5)
     held = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)]
     assert all(0.9 < 2 * mine / whole < 1.1 for mine, whole in held)  # 401 rows are no multiple of it
     for file in ("training_state-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
@@ -79,13 +69,13 @@ def test_neither_a_failed_write_nor_a_kill_in_a_save_changes_a_loss(flags, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_run_resumed_by_other_numbers_of_processes_is_that_of_one(flags, tmp_path, groups, one, optimizer):
+def test_a_run_resumed_by_other_numbers_of_processes_is_that_of_one(flags, tmp_path, optimizer):
     new = sharded(flags, "--optimizer", optimizer, "--out", "run")
     again = ["--resume", "run"]
     stopped = [(4, new, {3: "stop"}), (2, again, {6: "stop"}), (1, again, {9: "stop"}), (2, again, {12: "stop"})]
-    statuses, _, errors = groups(*stopped, (4, again, {}))
+    statuses, _, errors = run_groups(tmp_path, *stopped, (4, again, {}))
     assert statuses == [[143] * 4, [143] * 2, [143], [143] * 2, [0] * 4], errors[-3000:]
-    assert losses(tmp_path / "run") == pytest.approx(one("--optimizer", optimizer), abs=1e-5)
+    assert losses(tmp_path / "run") == pytest.approx(one(flags, tmp_path, "--optimizer", optimizer), abs=1e-5)
     for name in ("best", "last"):
         directory = tmp_path / "run" / name
         assert {path.suffix for path in directory.iterdir()} == {".safetensors", ".json", ".model"}
@@ -114,20 +104,20 @@ def test_scalars_and_float16_cannot_be_sharded(make_config, norm, dtype):
     ],
 )
 @pytest.mark.parametrize("count", [2, 4])
-def test_every_kind_of_run_is_that_of_one_process(flags, tmp_path, groups, one, way, count):
+def test_every_kind_of_run_is_that_of_one_process(flags, tmp_path, way, count):
     way = way.split()
-    statuses, _, errors = groups((count, sharded(flags, *way, "--out", "run"), {}))
+    statuses, _, errors = run_groups(tmp_path, (count, sharded(flags, *way, "--out", "run"), {}))
     assert statuses == [[0] * count], errors[-3000:]
-    expected = one(*(word for word in way if word != "--compile"))
+    expected = one(flags, tmp_path, *(word for word in way if word != "--compile"))
     assert losses(tmp_path / "run") == pytest.approx(expected, abs=3e-5)  # the gradient's norm is another sum
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_adapter_is_trained_beside_a_sharded_model(flags, tmp_path, groups, one, dtype):
-    one()
+def test_an_adapter_is_trained_beside_a_sharded_model(flags, tmp_path, dtype):
+    one(flags, tmp_path)
     few = sharded(flags, "--steps", "10", "--dtype", dtype, "--lora", "4", "--init-from", str(tmp_path / "one"))
-    statuses, _, errors = groups((2, [*few, "--out", "run"], {5: "stop"}), (2, ["--resume", "run"], {}))
+    statuses, _, errors = run_groups(tmp_path, (2, [*few, "--out", "run"], {5: "stop"}), (2, ["--resume", "run"], {}))
     assert statuses == [[143] * 2, [0] * 2], errors[-3000:]
     alone = losses(train_run(tmp_path / "alone", *few))
     assert losses(tmp_path / "run") == pytest.approx(alone, abs=1e-5 if dtype == "float32" else 0.01)
@@ -135,8 +125,9 @@ def test_an_adapter_is_trained_beside_a_sharded_model(flags, tmp_path, groups, o
 
 
 @pytest.mark.slow
-def test_a_process_that_hangs_ends_the_run_after_the_timeout(flags, groups):
-    statuses, _, errors = groups((2, sharded(flags, "--timeout-minutes", "1", "--out", "run"), {5: "hang"}))
+def test_a_process_that_hangs_ends_the_run_after_the_timeout(flags, tmp_path):
+    new = sharded(flags, "--timeout-minutes", "1", "--out", "run")
+    statuses, _, errors = run_groups(tmp_path, (2, new, {5: "hang"}))
     assert statuses == [[2, -9]] and errors.count("error: another process ended or does not answer") == 1
 
 
