@@ -194,9 +194,7 @@ def ray_address():
 
 
 @pytest.mark.slow
-def test_twelve_runs_on_two_workers_of_which_one_is_killed_are_those_of_the_local_pool(
-    ray_address, config, here, tmp_path
-):
+def test_twelve_runs_on_two_workers_one_of_which_is_killed_are_those_of_the_pool(ray_address, config, here, tmp_path):
     from ablation import cluster
 
     psutil = pytest.importorskip("psutil")

@@ -134,9 +134,7 @@ def test_an_adapter_of_another_model_is_refused_and_one_with_other_weights_is_no
 
 
 @torch.no_grad()
-def test_with_config_json_or_a_copy_of_the_head_it_is_the_same_adapter_and_no_model(
-    adapter, make_lora, tokens, relative
-):
+def test_with_config_json_or_a_copy_of_the_head_it_stays_an_adapter(adapter, make_lora, tokens, relative):
     model, expected = adapter.parent / "model", make_lora(**OTHER)(tokens)
     head = load_file(model / "model.safetensors")["lm_head.weight"]
     edit(adapter, lambda t: t.update({HEAD: head.bfloat16()}))  # as of a model that PEFT opened in bfloat16

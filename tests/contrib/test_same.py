@@ -143,9 +143,7 @@ def test_who_refuses_says_so_and_does_not_agree(good, compare):
     assert "ids of texts" not in cells  # its tokenizer opens
 
 
-def test_a_crash_of_another_program_is_told_from_a_refusal_and_one_of_this_program_is_raised(
-    good, compare, monkeypatch
-):
+def test_a_crash_of_another_program_is_no_refusal_and_one_of_this_program_is_raised(good, compare, monkeypatch):
     def fail(error):
         def transformers(*_):
             raise error

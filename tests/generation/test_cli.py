@@ -126,9 +126,7 @@ def test_texts_are_printed_in_order_and_do_not_depend_on_other_prompts_or_sample
     assert others.startswith("def") and others.endswith("\n\n" + both)
 
 
-def test_a_text_is_printed_as_it_is_generated_and_ends_before_a_stop_string_also_in_lines_of_json(
-    checkpoint, output, monkeypatch
-):
+def test_a_text_is_printed_while_it_is_generated_and_ends_before_a_stop_string(checkpoint, output, monkeypatch):
     writes, write = [], cli.write
     monkeypatch.setattr(cli, "write", lambda part: writes.append(part) or write(part))
     text, _ = output(checkpoint, ["def"], max_new_tokens=20, sampling=GREEDY)
@@ -188,9 +186,7 @@ def test_matrices_are_quantized_for_int8_and_the_log_says_so(checkpoint, output)
     assert all(layer.self_attn.qkv_proj.int8 is not None for layer in loaded.layers)
 
 
-def test_tokenizer_template_and_ends_are_those_of_the_adapter_alone_beside_its_model_and_merged(
-    checkpoint, tokenizer, tmp_path, output
-):
+def test_tokenizer_template_and_ends_are_those_of_the_adapter_also_merged(checkpoint, tokenizer, tmp_path, output):
     decoder = load_pretrained(checkpoint)
     add_lora(decoder, {"r": 2, "lora_alpha": 4, "base_model_name_or_path": str(checkpoint)}, seed=1)
     bare, adapter, merged = (tmp_path / name for name in ("bare", "adapter", "merged"))

@@ -125,9 +125,7 @@ def type_lines(monkeypatch, *lines: str | BaseException) -> None:
     monkeypatch.setattr(conversation, "read_line", Mock(side_effect=[*lines, EOFError]))
 
 
-def test_messages_on_the_command_line_are_conversations_of_their_own_and_only_answers_are_printed(
-    chat_model, output, monkeypatch
-):
+def test_messages_on_the_command_line_are_conversations_and_only_answers_are_printed(chat_model, output, monkeypatch):
     settings = {"chat": True, "max_new_tokens": 9}
     single = [output(chat_model, [prompt], **settings)[0] for prompt in ("def add", "x")]
     both, lines = output(chat_model, ["def add", "x"], batch_size=2, **settings)

@@ -60,9 +60,7 @@ def decode(decoder, tokens, positions=8):
 
 @pytest.mark.usefixtures("triton")
 @torch.inference_mode()
-def test_the_next_prompt_uses_the_same_step_an_empty_cache_no_padding_of_the_last_and_the_weights_of_now(
-    make_decoder, relative
-):
+def test_the_next_prompt_uses_the_same_step_with_an_empty_cache_no_padding_and_new_weights(make_decoder, relative):
     decoder, padding = make_decoder(num_hidden_layers=1).eval(), torch.tensor([2])
     first, second = random_tokens(1, 3), random_tokens(1, 6)[:, 3:]
     step = decode_step(decoder, 1, 8)
@@ -113,7 +111,7 @@ def test_one_step_is_kept_and_as_long_as_its_decoder(make_decoder):
 
 @pytest.mark.usefixtures("triton")
 @torch.inference_mode()
-def test_if_a_kernel_fails_the_decoder_continues_with_the_same_cache_and_one_line_says_so(
+def test_if_a_kernel_fails_the_decoder_continues_with_the_cache_and_says_so(
     make_decoder, relative, monkeypatch, capsys
 ):
     decoder, tokens = make_decoder(num_hidden_layers=1).eval(), random_tokens(2, 3)

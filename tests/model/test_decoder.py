@@ -97,20 +97,15 @@ def plain_logits(config, weights, tokens, norm_formula):
 
     x = weights["embed_tokens.weight"][tokens]
     for i in range(config.num_hidden_layers):
-        layer = f"layers.{i}"
-        if config.norm_placement == "post":
-            x = norm(x + attention(x, f"{layer}.self_attn"), f"{layer}.input_layernorm")
-            x = norm(x + mlp(x, f"{layer}.mlp"), f"{layer}.post_attention_layernorm")
-            continue
-        if config.norm_placement == "output":
-            x = x + norm(attention(x, f"{layer}.self_attn"), f"{layer}.attention_output_layernorm")
-            x = x + norm(mlp(x, f"{layer}.mlp"), f"{layer}.mlp_output_layernorm")
-            continue
-        after = {"pre": lambda y, name: y, "sandwich": norm}[config.norm_placement]
-        y = attention(norm(x, f"{layer}.input_layernorm"), f"{layer}.self_attn")
-        x = x + after(y, f"{layer}.attention_output_layernorm")
-        y = mlp(norm(x, f"{layer}.post_attention_layernorm"), f"{layer}.mlp")
-        x = x + after(y, f"{layer}.mlp_output_layernorm")
+        layer, place = f"layers.{i}.", config.norm_placement
+        for block, name, before, after in (
+            (attention, "self_attn", "input_layernorm", "attention_output_layernorm"),
+            (mlp, "mlp", "post_attention_layernorm", "mlp_output_layernorm"),
+        ):
+            y = norm(x, layer + before) if place in ("pre", "sandwich") else x
+            y = block(y, layer + name)
+            x = x + (norm(y, layer + after) if place in ("sandwich", "output") else y)
+            x = norm(x, layer + before) if place == "post" else x
     if config.norm_placement != "post":
         x = norm(x, "norm")
     return x @ weights.get("lm_head.weight", weights["embed_tokens.weight"]).T

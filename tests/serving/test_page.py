@@ -47,9 +47,7 @@ def wait(window, text: str, column: int = 0) -> None:
     window.locator("section .status").nth(column).filter(has_text=text).wait_for()
 
 
-def test_two_models_stream_and_are_compared_side_by_side_and_an_error_is_told_where_it_belongs(
-    directories, open_page, tmp_path
-):
+def test_two_models_stream_and_are_compared_and_an_error_is_told_where_it_belongs(directories, open_page, tmp_path):
     small = write_chat_model(tmp_path / "small", "inst", context=128)  # with another tokenizer
     with served(directories[1], small) as server:
         window = open_page(server, permissions=["clipboard-read", "clipboard-write"])
@@ -182,9 +180,7 @@ def numbers(window, column: int) -> dict[str, str]:
     return dict(window.evaluate(f"i => {rows}.map(row => [...row.cells].map(cell => cell.textContent))", column))
 
 
-def test_two_models_are_inspected_with_one_scale_and_cells_are_chosen_by_click_and_by_arrow_keys(
-    directories, open_page, tmp_path
-):
+def test_two_models_are_inspected_with_one_scale_and_cells_chosen_by_click_and_keys(directories, open_page, tmp_path):
     layer = write_layer_norm_model(directories[1], tmp_path / "layer")
     with served(directories[1], layer) as server:
         window = open_page(server)

@@ -117,9 +117,7 @@ def test_the_command_draws_a_text_or_how_the_stream_grows(stories260k_directory,
     assert capsys.readouterr().out.count("divided by the norm 1.000") == 1
 
 
-def test_how_the_stream_grows_is_not_drawn_for_norms_that_do_not_divide_by_the_root_mean_square(
-    make_decoder, stories260k_directory, tmp_path
-):
+def test_the_stream_is_not_drawn_for_norms_that_do_not_divide_by_the_rms(make_decoder, stories260k_directory, tmp_path):
     save_pretrained(make_decoder(norm="layer", vocab_size=512), tmp_path)
     shutil.copy(stories260k_directory / "tokenizer.model", tmp_path)
     with pytest.raises(UserError, match="no pre-norm model with RMSNorm; give a text"):

@@ -69,9 +69,7 @@ def test_a_row_whose_weight_decays_leaves_the_norms_of_q_and_k_alone(settings, m
 
 
 @pytest.mark.parametrize("norm", [norm for norm, parameters in NORMS.items() if parameters])
-def test_norms_alone_learn_from_weights_with_another_norm_and_what_is_new_is_named(
-    flags, finished_run, tmp_path, capsys, norm
-):
+def test_norms_alone_learn_from_other_norms_weights_and_new_ones_are_named(flags, finished_run, tmp_path, capsys, norm):
     frozen = ["--freeze", "*_proj.*", "embed_tokens.*", "lm_head.*"]
     asked = ["--norm", norm, *frozen, "--warmup-steps", "0", "--weight-decay", "5"]
     session = set_up(settings_of(*flags, "--init-from", str(finished_run), *asked), tmp_path, resume=False)
