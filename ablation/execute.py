@@ -5,7 +5,6 @@ A run that raises or is killed is a row with status "failed" and costs nothing e
 import contextlib
 import dataclasses
 import functools
-import io
 import multiprocessing
 import multiprocessing.resource_tracker
 import os
@@ -214,32 +213,23 @@ def train_until_verdict(experiment: Experiment, level: float, start: Callable[[R
 
 
 def estimate_runs(experiment: Experiment, torch_device: str, level: float | None) -> None:
-    """Print what a run of the first arm needs, what differs of others, and the time of all runs that can start."""
+    """Print what a run of each arm needs, and the time of all runs that can start."""
+    plan, study, workers = experiment.plan, experiment.study, len(experiment.workers)
     if level is not None:
-        print(f"at most: a verdict after {', '.join(map(str, pairs_of_looks(experiment.plan.seeds)))} pairs ends it")
+        print(f"at most: a verdict after {', '.join(map(str, pairs_of_looks(plan.seeds)))} pairs ends it")
     torch.set_num_threads(experiment.threads or torch.get_num_threads())
-    runs = Counter(run.arm for run in experiment.study.remaining)
+    runs = Counter(run.arm for run in study.remaining)
     seconds = 0.0
-    lines_of_first: list[str] = []
-    for name, arm in experiment.plan.all_arms.items():
-        with contextlib.redirect_stdout(io.StringIO()) as output:
-            settings = replace_settings(arm_settings(experiment.plan, arm), {"device": torch_device})
-            seconds += runs[name] * estimate(settings)
-        lines = output.getvalue().splitlines()
-        new_lines = [line for line in lines if line not in lines_of_first]
-        if len(new_lines) < len(lines):
-            new_lines.append("other lines as above")
-        print(f"a run of {name}:", *new_lines, sep="\n", flush=True)
-        lines_of_first = lines_of_first or lines
-    duration = format_time(seconds / len(experiment.workers))
-    print(f"all runs that can start: {runs.total()}, {len(experiment.workers)} at once, about {duration} of training,")
-    hours = experiment.plan.hours
-    study = experiment.study
-    is_all = study.pairs and not study.missing(study.sweep_runs)
-    more = "" if is_all else f"; then the final pairs, within {hours:g} hours in all"
-    if seconds / len(experiment.workers) > 3600 * hours:
-        more = f"; but it ends after {hours:g} hours (--hours), before all have run"
-    overhead = format_time(OVERHEAD * runs.total() / len(experiment.workers))
+    for name, arm in plan.all_arms.items():
+        print(f"a run of {name}:", flush=True)
+        seconds += runs[name] * estimate(replace_settings(arm_settings(plan, arm), {"device": torch_device})) / workers
+    overhead = format_time(OVERHEAD * runs.total() / workers)
+    print(f"all runs that can start: {runs.total()}, {workers} at once, about {format_time(seconds)} of training,")
+    more = ""
+    if seconds > 3600 * plan.hours:
+        more = f"; but it ends after {plan.hours:g} hours (--hours), before all have run"
+    elif study.pairs is None or study.missing(study.sweep_runs):
+        more = f"; then the final pairs, within {plan.hours:g} hours in all"
     print(f"  and {overhead} of start-up and evaluations{more}")
 
 

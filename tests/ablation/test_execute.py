@@ -139,11 +139,11 @@ def test_rows_say_what_they_ran_on_once_for_all_of_a_machine_and_are_read_as_the
     assert not {*first} & {*read_lines(tmp_path / "runs.jsonl")[0]}
 
 
-def test_a_dry_run_prints_what_a_run_needs_and_what_differs_in_other_arms(experiment, capsys):
+def test_a_dry_run_prints_what_a_run_of_each_arm_needs_and_the_time_of_all(experiment, capsys):
     execute.estimate_runs(experiment, "cpu", None)
     first, other = capsys.readouterr().out.split("a run of ")[1:]
-    assert first.startswith("layer:\ntext: ") and "training  1,536 tokens" in first
-    assert other.startswith("rms:\nmodel ") and "training  " not in other
+    assert first.startswith("layer:\ntext: ") and "training  1,536 tokens" in first and "layer norm" in first
+    assert other.startswith("rms:\ntext: ") and "training  1,536 tokens" in other and "rms norm" in other
     assert "all runs that can start: 4, 2 at once, about " in other
 
 
