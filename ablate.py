@@ -239,7 +239,7 @@ def compare(command: CompareFlags, folder: Path, level: float | None = None) -> 
 def judge_idea(command: JudgeFlags) -> int:
     """Judge an idea alone or in a campaign, or the ideas of a table of losses; returns the exit status."""
     from ablation import judge, stats
-    from ablation.records import read_verdict
+    from ablation.records import read_judgement
 
     if not (command.pairs or command.plan_file or command.varied or command.b is not None):
         raise UserError('judge needs --b "SETTING=VALUE" and, without --campaign, --a "...", or --pairs FILE.')
@@ -258,7 +258,7 @@ def judge_idea(command: JudgeFlags) -> int:
         campaign.check_flags(run_flags(plan))
         status = compare(dataclasses.replace(command, plan=plan), folder, campaign.level)
         if not status and not command.dry_run:
-            campaign.add(read_verdict(folder), [*plan.phase_seeds["final"]], run_flags(plan))
+            campaign.add(read_judgement(folder), [*plan.phase_seeds["final"]], run_flags(plan))
         return status
 
 

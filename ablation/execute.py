@@ -22,9 +22,9 @@ import torch
 from tqdm import tqdm
 
 from ablation import report
-from ablation.judge import LOOKS, pairs_of_looks, verdict_at_look
+from ablation.judge import LOOKS, judge_study, pairs_of_looks
 from ablation.plan import Plan, Run, arm_settings, load_plan, replace_settings, run_settings, save_plan
-from ablation.records import VERDICT, Row, Verdict, append, append_rows, as_table, read_rows, read_verdict
+from ablation.records import JUDGEMENT, Judgement, Row, append, append_rows, as_table, read_judgement, read_rows
 from ablation.run import CODE, code_hash, settings_hash, train_run
 from ablation.study import Study
 from checkpoints.find import find_checkpoint
@@ -192,24 +192,24 @@ def start_process(experiment: Experiment, run: Run, torch_device: str) -> Future
     return future
 
 
-def train_until_verdict(experiment: Experiment, level: float, start: Callable[[Run, str], Future]) -> Verdict:
-    """`execute` the pairs of one look after another until one decides; print the verdicts of the looks before it."""
+def train_until_verdict(experiment: Experiment, level: float, start: Callable[[Run, str], Future]) -> Judgement:
+    """`execute` the pairs of one look after another until one decides; print the judgements before the last."""
     plan = experiment.plan
     looks = pairs_of_looks(plan.seeds)
-    earlier = read_verdict(experiment.folder)
+    earlier = read_judgement(experiment.folder)
     if earlier is not None and [*earlier.looks] != looks[: len(earlier.looks)]:
         fix = "other looks at the same pairs would be no test: give another --out and --first-seed"
         raise UserError(f"{experiment.folder} has a verdict after {earlier.looks[-1]} pairs, and {fix}.")
-    for look, pairs in enumerate(looks, 1):
+    for pairs in looks:
         experiment.plan = dataclasses.replace(plan, seeds=pairs)
         execute(experiment, start)
-        verdict = verdict_at_look(experiment.study, look, looks, level)
-        if verdict.verdict != "inconclusive" or verdict.pairs < pairs or look == len(looks):
+        judgement = judge_study(experiment.study, looks, level)
+        if judgement.verdict != "inconclusive" or judgement.pairs < pairs or pairs == looks[-1]:
             break
-        print(verdict, flush=True)
+        print(judgement, flush=True)
     write_plan(experiment)  # with the pairs that there are
-    replace_text(experiment.folder / VERDICT, f"{verdict}\n")
-    return verdict
+    replace_text(experiment.folder / JUDGEMENT, f"{judgement}\n")
+    return judgement
 
 
 def estimate_runs(experiment: Experiment, torch_device: str, level: float | None) -> None:
@@ -270,7 +270,7 @@ def compare(
         if level is not None:
             last_lines = [train_until_verdict(experiment, level, start)]
         else:
-            (folder / VERDICT).unlink(missing_ok=True)  # of fewer pairs
+            (folder / JUDGEMENT).unlink(missing_ok=True)  # of fewer pairs
             if "seeds" in write_plan(experiment) and experiment.rows:
                 print(f"note: {report.ADDED}")
             execute(experiment, start)

@@ -4,7 +4,7 @@ At each of five looks, the p-value of a t-test is compared with that of the boun
 Biometrics 35): |z| = C sqrt(5 / k) at look k, where C = 2.040 for a two-sided level of 5% (Jennison and Turnbull 2000,
 Group Sequential Methods, table 2.3 and section 4.4). docs/compare.md has the error rates.
 
-A campaign is a folder whose campaign.jsonl (the ledger) has a line for each verdict. On average at most `fdr` of the
+A campaign is a folder whose campaign.jsonl (the ledger) has a line for each idea. On average at most `fdr` of the
 kept ideas do nothing. This needs valid p-values: a t-test's are, if differences are about normal. Idea t is kept
 wrongly with a probability of at most fdr * 10 / ((t + 9) (t + 10)) * (1 + keeps before it); the middle factor adds up
 to 1 over all t (LOND: Javanmard and Montanari 2015, arXiv 1502.06197). Any number of ideas may follow from any
@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 from scipy import optimize, special
 
-from ablation.records import Verdict, append, read_lines
+from ablation.records import Judgement, append, read_lines
 from ablation.report import save_table, table
 from ablation.stats import SIGNIFICANCE, mean_effect, six_digits, standard_error
 from ablation.study import Study
@@ -58,10 +58,11 @@ def pairs_of_looks(maximum: int) -> list[int]:
     return [maximum * look // LOOKS for look in range(1, LOOKS + 1)]
 
 
-def decide(differences: np.ndarray, look: int, looks: list[int], level: float) -> Verdict:
-    """The verdict on the pairs of a look (from 1) at a two-sided level."""
+def decide(differences: np.ndarray, looks: list[int], level: float) -> Judgement:
+    """The judgement on the pairs of one of the looks, at a two-sided level."""
     n = len(differences)
     mean = differences.mean()
+    look = looks.index(n) + 1
     share = look / len(looks)
     limit = boundary(level, len(looks)) / math.sqrt(share)  # of |z|
     reach = -special.stdtrit(n - 1, special.ndtr(-limit)) * standard_error(differences)
@@ -70,7 +71,7 @@ def decide(differences: np.ndarray, look: int, looks: list[int], level: float) -
         verdict, decided = "inconclusive", "not decided"
     else:
         verdict, decided = ("keep" if mean < 0 else "discard"), "decided"
-    return Verdict(
+    return Judgement(
         verdict=verdict,
         reason=f"{decided} after {n} of at most {looks[-1]} pairs",
         difference=six_digits(mean),
@@ -82,29 +83,22 @@ def decide(differences: np.ndarray, look: int, looks: list[int], level: float) -
     )
 
 
-def verdict_at_look(study: Study, look: int, looks: list[int], level: float) -> Verdict:
+def judge_study(study: Study, looks: list[int], level: float) -> Judgement:
     """What judge prints: `decide` on the final pairs, or why there is no test."""
     base, arm = study.plan.all_arms
     differences = np.array(study.comparisons[0].differences if study.comparisons else [])
     diverged = [name for name in (base, arm) if (study.rows_of("final", name).status == "diverged").any()]
-    steps = None
+    hours = six_digits((study.rows.seconds / study.rows.workers).sum() / 3600)
+    about = {"baseline": base, "idea": arm, "unit": study.unit, "hours": hours}
+    about["learning_rates"] = study.chosen_learning_rates
     if diverged == [arm]:
-        verdict = Verdict(verdict="discard", reason=f"{arm} diverged", level=six_digits(level))
-    elif len(differences) == looks[look - 1]:
-        verdict = decide(differences, look, looks, level)
-        steps = study.in_steps(base, verdict.difference, verdict.interval)
-    else:
-        reason = "runs did not complete, or the hours are used up"
-        verdict = Verdict(verdict="inconclusive", reason=reason, pairs=len(differences), level=six_digits(level))
-    return dataclasses.replace(
-        verdict,
-        baseline=base,
-        idea=arm,
-        unit=study.unit,
-        steps=steps,
-        learning_rates=study.chosen_learning_rates,
-        hours=six_digits((study.rows.seconds / study.rows.workers).sum() / 3600),
-    )
+        return Judgement(verdict="discard", reason=f"{arm} diverged", level=six_digits(level), **about)
+    if len(differences) != study.plan.seeds:
+        about |= {"reason": "runs did not complete, or the hours are used up", "pairs": len(differences)}
+        return Judgement(verdict="inconclusive", level=six_digits(level), **about)
+    judgement = decide(differences, looks, level)
+    about["steps"] = study.in_steps(base, judgement.difference, judgement.interval)
+    return dataclasses.replace(judgement, **about)
 
 
 def lond_level(fdr: float, number: int, keeps: int) -> float:
@@ -112,7 +106,7 @@ def lond_level(fdr: float, number: int, keeps: int) -> float:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LedgerLine(Verdict):
+class LedgerLine(Judgement):
     seeds: list[int]  # also those that an early verdict left unused
     fdr: float
     next_baseline: str
@@ -160,12 +154,12 @@ class Campaign:
                 raise UserError(f"{rows.parent} has no verdict; repeat the command that began it, or delete it.")
         return folder
 
-    def add(self, verdict: Verdict, seeds: list[int], flags: str | None = None) -> None:
-        """Append a verdict to the ledger, and write the report."""
-        following = self.baseline if self.ledger else verdict.baseline
-        if self.adopt and verdict.verdict == "keep":
-            following = verdict.idea
-        line = LedgerLine(**vars(verdict), seeds=seeds, fdr=self.fdr, next_baseline=following, flags=flags)
+    def add(self, judgement: Judgement, seeds: list[int], flags: str | None = None) -> None:
+        """Append a judgement to the ledger, and write the report."""
+        following = self.baseline if self.ledger else judgement.baseline
+        if self.adopt and judgement.verdict == "keep":
+            following = judgement.idea
+        line = LedgerLine(**vars(judgement), seeds=seeds, fdr=self.fdr, next_baseline=following, flags=flags)
         self.ledger.append(line)
         append(self.folder / LEDGER, dataclasses.asdict(line))
         self.write_report()
@@ -236,27 +230,25 @@ def judge_pairs(path: Path, campaign: Campaign | None) -> None:
     ideas = read_pairs(path)
     if len(ideas) > 1 and not campaign:
         log("note: --campaign FOLDER limits how many of several ideas, each with its own seeds, are kept wrongly")
-    judged_seeds = set()
-    if campaign:
-        idea_by_seed = {seed: line.idea for line in campaign.ledger for seed in line.seeds}
-        judged_seeds |= {*idea_by_seed}
-        for idea, pairs in ideas.items():
-            for seed in map(int, pairs.index):
-                other = idea_by_seed.setdefault(seed, idea)
-                if other != idea:
-                    raise UserError(f"{path}: {idea} and {other} share seed {seed}; each idea needs its own.")
+    judged = {seed: line.idea for line in (campaign.ledger if campaign else ()) for seed in line.seeds}
+    idea_by_seed = dict(judged)
+    for idea, pairs in ideas.items() if campaign else ():
+        for seed in map(int, pairs.index):
+            other = idea_by_seed.setdefault(seed, idea)
+            if other != idea:
+                raise UserError(f"{path}: {idea} and {other} share seed {seed}; each idea needs its own.")
     for idea, pairs in ideas.items():
         seeds = sorted(map(int, pairs.index))
-        if judged_seeds & {*seeds}:
+        if judged.keys() & {*seeds}:
             log(f"{idea} has a verdict: {campaign.folder / 'report.md'}")
             continue
         if np.ptp(pairs) < 1e-9 * abs(pairs).max():  # a test would be certain of it
             raise UserError(f"{path}: all differences of {idea} are equal; give the losses with more digits.")
         if len(seeds) < 2 * LOOKS:
             log(f"note: {idea} has few pairs, {len(seeds)}: a test errs more often where differences are not normal")
-        verdict = decide(pairs.to_numpy(), 1, [len(seeds)], campaign.level if campaign else SIGNIFICANCE)
+        judgement = decide(pairs.to_numpy(), [len(seeds)], campaign.level if campaign else SIGNIFICANCE)
         baseline = campaign.baseline if campaign else ""
-        verdict = dataclasses.replace(verdict, baseline=baseline, idea=idea, unit=f"that of {path.name}")
+        judgement = dataclasses.replace(judgement, baseline=baseline, idea=idea, unit=f"that of {path.name}")
         if campaign:
-            campaign.add(verdict, seeds)
-        print(verdict, flush=True)
+            campaign.add(judgement, seeds)
+        print(judgement, flush=True)

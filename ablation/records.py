@@ -1,5 +1,5 @@
 """What a run leaves behind: one flat row, a line of runs.jsonl; its machine and versions stand once in machine.toml.
-With plan.toml, changes.jsonl and the verdict of judge that is all that a study keeps: the rest is derived from it.
+With plan.toml, changes.jsonl and the last judgement that is all that a study keeps: the rest is derived from it.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from ablation.plan import Run
 from errors import reading
 from files import read_json, read_toml, replace_text, replacing
 
-VERDICT = "verdict.json"  # the file of judge's last verdict
+JUDGEMENT = "verdict.json"  # the file of the last one
 KEY = [column.name for column in dataclasses.fields(Run)]  # the columns that make a row that of one particular run
 MACHINE = ("device", "kernels", "dtype", "commit", "code_hash", "torch", "python", "threads", "workers", "text_hash")
 
@@ -69,7 +69,7 @@ class Worth:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Judgement:
     """What judge says of an idea. As text: a line of JSON."""
 
     baseline: str = ""  # the settings with which the idea is compared, or "default"
@@ -91,11 +91,11 @@ class Verdict:
         return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
 
 
-def read_verdict(folder: Path) -> Verdict | None:
+def read_judgement(folder: Path) -> Judgement | None:
     """What judge said last in this folder, None if it was not asked."""
-    with reading(folder / VERDICT, "delete it"):
-        values = read_json(folder / VERDICT)
-        return msgspec.convert(values, Verdict) if values else None
+    with reading(folder / JUDGEMENT, "delete it"):
+        values = read_json(folder / JUDGEMENT)
+        return msgspec.convert(values, Judgement) if values else None
 
 
 def as_table(rows: list[Row]) -> pd.DataFrame:

@@ -11,7 +11,7 @@ import pandas as pd
 
 from ablation import plots
 from ablation.plan import STUDIES, arm_settings
-from ablation.records import KEY, MACHINE, read_lines, read_verdict
+from ablation.records import KEY, MACHINE, read_judgement, read_lines
 from ablation.stats import MAX_PAIRS, MIN_PAIRS_FOR_EQUIVALENCE, SIGNIFICANCE, Comparison, Effect, holm
 from ablation.study import Study
 from files import replace_text, replacing
@@ -93,8 +93,9 @@ def outcome(study: Study, arm: str) -> str:
     if c is None:
         loss = study.mean_loss(arm, {arm: 1.0})
         return f"{loss.estimate:.4f} {loss.unit} over {loss.n} seeds"
-    text = f"{verdict(c)}, {with_interval(c.effect)} {study.unit} against {c.baseline} over {c.effect.n} pairs"
-    return text if c.verdict != "inconclusive" else f"{text}; it would take {pairs_to_decide(c)}"
+    text = f"{c.verdict}, {with_interval(c.effect)} {study.unit} against {c.baseline} over {c.effect.n} pairs"
+    needed = pairs_to_decide(c)
+    return text if needed is None else f"{text}; it would take {needed}"
 
 
 def grid_effects(study: Study) -> list[tuple[Effect, float]]:
@@ -102,15 +103,9 @@ def grid_effects(study: Study) -> list[tuple[Effect, float]]:
     return [*zip(study.effects, holm([effect.p for effect in study.effects]), strict=True)]
 
 
-def verdict(c: Comparison) -> str:
-    """The verdict; it says so where only the adjustment for other comparisons leaves it open."""
-    is_open = c.verdict == "inconclusive" and c.effect.p < SIGNIFICANCE
-    return f"{c.verdict} after Holm" if is_open else c.verdict
-
-
 def pairs_to_decide(c: Comparison) -> str | None:
     """The pairs that an inconclusive comparison would probably need, as text."""
-    if c.verdict != "inconclusive":
+    if not c.verdict.startswith("inconclusive"):
         return None
     best, fewest, most = (f"{n:,}" if n < MAX_PAIRS else f"over {n:,}" for n in c.pairs_for_power)
     return f"{best} pairs for 80% power ({fewest} to {most})"
@@ -118,14 +113,12 @@ def pairs_to_decide(c: Comparison) -> str | None:
 
 def write(study: Study, folder: Path) -> Path:
     """Write report.md, whose path is returned, its first table as CSV and LaTeX, and its pictures as PNG and PDF."""
-    rows = [comparison_row(study, c) for c in study.comparisons]
-    compared = {}  # effects by the text in the picture
-    for c, row in zip(study.comparisons, rows, strict=True):
-        compared[f"{c.arm}: {row['verdict']}\n{row['worth'] or ''}"] = c.effect
-    narrow = []  # for a page
+    rows, narrow, compared = [], [], {}  # the narrow ones are for a page, effects by the text in the picture
     for c in study.comparisons:
+        rows.append(comparison_row(study, c))
         row = {"arm": c.effect.name, f"difference, {study.unit}": with_interval(c.effect), "pairs": c.effect.n}
-        narrow.append(row | {"p (Holm)": f"{c.p_holm:.2g}", "verdict": verdict(c)})
+        narrow.append(row | {"p (Holm)": f"{c.p_holm:.2g}", "verdict": c.verdict})
+        compared[f"{c.arm}: {c.verdict}\n{rows[-1]['worth'] or ''}"] = c.effect
     if rows:
         save_table(folder / "differences", rows, narrow)
     bases = ", ".join(dict.fromkeys(c.baseline for c in study.comparisons))
@@ -137,12 +130,12 @@ def write(study: Study, folder: Path) -> Path:
         "steps": plots.differences_over_steps(study),
         "sweep": plots.sweep(study),
     }
-    pictures = [name for name in figures if figures[name] is not None]
-    for name, kind in itertools.product(pictures, ("png", "pdf")):
+    drawn = [name for name in figures if figures[name] is not None]
+    for name, kind in itertools.product(drawn, ("png", "pdf")):
         with replacing(folder / f"{name}.{kind}") as file:
             figures[name].savefig(file, format=kind)
     is_study = folder.resolve().parent == STUDIES  # which is kept without pictures
-    replace_text(folder / "report.md", markdown_text(study, rows, folder, () if is_study else pictures))
+    replace_text(folder / "report.md", markdown_text(study, folder, () if is_study else drawn))
     return folder / "report.md"
 
 
@@ -153,16 +146,17 @@ def save_table(path: Path, rows: list[dict], narrow: list[dict]) -> None:
     replace_text(path.with_suffix(".tex"), f"% needs \\usepackage{{booktabs}}\n{latex}")
 
 
-def markdown_text(study: Study, rows: list[dict], folder: Path, drawn: Collection[str]) -> str:
-    """report.md, of comparison rows and with links to the pictures that are drawn. Empty sections are left out."""
+def markdown_text(study: Study, folder: Path, drawn: Collection[str]) -> str:
+    """report.md, with links to the pictures that are drawn. Empty sections are left out."""
     mean = "mean and 95% interval"
     differences = []
-    for c, row in zip(study.comparisons, rows, strict=True):
-        shown = {name: row[name] for name in row if name not in ("unit", "mean", "low", "high")}
-        differences.append({"arm": row["arm"], f"{study.unit}, {mean}": with_interval(c.effect)} | shown)
+    for c in study.comparisons:
+        row = comparison_row(study, c)
+        others = {name: row[name] for name in row if name not in ("unit", "mean", "low", "high")}
+        differences.append({"arm": row["arm"], f"{study.unit}, {mean}": with_interval(c.effect)} | others)
     effects = [{"effect": e.name, mean: with_interval(e), "p (Holm)": p} for e, p in grid_effects(study)]
     changes = read_lines(folder / "changes.jsonl")
-    added = any(change["field"] == "seeds" for change in changes) and read_verdict(folder) is None
+    added = any(change["field"] == "seeds" for change in changes) and read_judgement(folder) is None
     incomplete = study.rows[study.rows.status != "completed"]
     hours = (study.rows.seconds / 3600).groupby([study.rows[name] for name in MACHINE], dropna=False, sort=False)
     machines = hours.agg([("runs", "size"), ("hours of training", "sum")])
@@ -178,7 +172,7 @@ def markdown_text(study: Study, rows: list[dict], folder: Path, drawn: Collectio
         ("Machines and versions", None, [table(machines.reset_index().to_dict("records"))]),
     ]
     lines = headline(study)
-    judged = read_verdict(folder)
+    judged = read_judgement(folder)
     if judged is not None:
         difference = "" if judged.interval is None else f", {judged.difference} {[*judged.interval]}"
         lines.insert(0, f"judge: {judged.verdict}{difference}; {judged.reason}")
@@ -235,7 +229,7 @@ def comparison_row(study: Study, c: Comparison) -> dict:
         "low": c.effect.interval[0],
         "high": c.effect.interval[1],
         "worth": worth and str(worth),
-        "verdict": verdict(c),
+        "verdict": c.verdict,
         "p (Holm)": c.p_holm,
         "p of equivalence (Holm)": c.p_equivalence,
         "pairs": c.effect.n,

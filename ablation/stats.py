@@ -114,13 +114,13 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """equivalent, lower, higher (arm against baseline), different within the margin, or inconclusive."""
+        """What the tests show, in words; "after Holm": only the adjustment for other comparisons leaves it open."""
         different = self.p_holm < SIGNIFICANCE
         if self.p_equivalence < SIGNIFICANCE and self.effect.n >= MIN_PAIRS_FOR_EQUIVALENCE:
             return "different, within the margin" if different else "equivalent"
         if different:
             return "lower" if self.effect.estimate < 0 else "higher"
-        return "inconclusive"
+        return "inconclusive after Holm" if self.effect.p < SIGNIFICANCE else "inconclusive"
 
     @property
     def pairs_for_power(self) -> tuple[int, int, int]:

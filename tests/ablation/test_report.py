@@ -8,7 +8,7 @@ import pytest
 
 from ablation import report, study
 from ablation.plan import STUDIES, Plan, arm_settings
-from ablation.records import VERDICT, Verdict
+from ablation.records import JUDGEMENT, Judgement
 from ablation.study import Study
 from model.count import num_parameters
 
@@ -73,10 +73,9 @@ def test_pairs_that_do_not_count_and_a_limit_that_was_reached_are_said(finish):
 
 def test_a_judged_folder_repeats_the_verdict_and_says_which_interval_is_right(finish, tmp_path):
     reason = "decided after 4 pairs"
-    verdict = Verdict(verdict="keep", difference=-0.1, interval=(-0.2, -0.05), reason=reason, level=0.05)
-    (tmp_path / VERDICT).write_text(str(verdict), encoding="utf-8")
-    judged = finish(PLAN, losses)
-    text = report.markdown_text(judged, [report.comparison_row(judged, judged.comparisons[0])], tmp_path, ())
+    judgement = Judgement(verdict="keep", difference=-0.1, interval=(-0.2, -0.05), reason=reason, level=0.05)
+    (tmp_path / JUDGEMENT).write_text(str(judgement), encoding="utf-8")
+    text = report.markdown_text(finish(PLAN, losses), tmp_path, ())
     assert "- judge: keep, -0.1 [-0.2, -0.05]; decided after 4 pairs\n" in text and "below are too narrow" in text
 
 
@@ -84,6 +83,4 @@ def test_a_judged_folder_repeats_the_verdict_and_says_which_interval_is_right(fi
     "folder", sorted(path.parent for path in STUDIES.glob("*/runs.jsonl")), ids=lambda path: path.name
 )
 def test_a_committed_report_is_what_its_records_give(folder):
-    loaded = study.load(folder)
-    rows = [report.comparison_row(loaded, c) for c in loaded.comparisons]
-    assert report.markdown_text(loaded, rows, folder, {}) == (folder / "report.md").read_text(encoding="utf-8")
+    assert report.markdown_text(study.load(folder), folder, ()) == (folder / "report.md").read_text(encoding="utf-8")
