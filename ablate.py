@@ -65,10 +65,6 @@ class CompareFlags:
     dry_run: bool = False  # Only print the plan, and what a run needs
     plan: Annotated[Plan, tyro.conf.arg(name="plan")] = field(default_factory=Plan)
 
-    @property
-    def folder(self) -> Path:
-        return self.out or Path("runs") / f"ablation-{self.plan.name}"
-
 
 @dataclass(frozen=True)
 class JudgeFlags(CompareFlags):
@@ -106,7 +102,14 @@ def judge_plan(command: JudgeFlags) -> Plan:
     if command.pairs and (command.dry_run or command.a is not None or command.b is not None):
         raise UserError("--pairs has the losses of a and b, and trains nothing; leave out --a, --b and --dry-run.")
     if command.campaign and command.b is not None:
-        a, b = settings_of_idea(command.campaign, command.a, command.b)
+        from ablation.judge import load_campaign  # imports matplotlib
+
+        campaign = load_campaign(command.campaign)
+        a, b = command.a, command.b
+        if a is None:  # the campaign's baseline, which b changes
+            a = "" if campaign.baseline == "default" else campaign.baseline
+            b = " ".join(f"{name}={value}" for name, value in (assignments(a) | assignments(b)).items())
+        campaign.check_new(a or "default", b)
         command = dataclasses.replace(command, a=a, b=b)
     plan = compare_plan(command)
     return dataclasses.replace(plan, seeds=plan.seeds or JUDGED_PAIRS, rerun_seeds=0)
@@ -131,33 +134,22 @@ def parse(arguments: list[str], command_type: type[CompareFlags] = CompareFlags)
         if value != getattr(plan, name):
             suffix += f"-{name}-{value}"
     name = command.plan.name + re.sub(r"[^\w.]+", "-", suffix).rstrip("-")
-    return dataclasses.replace(command, plan=dataclasses.replace(command.plan, name=name))
+    plan, out = dataclasses.replace(command.plan, name=name), command.out or Path("runs") / f"ablation-{name}"
+    return dataclasses.replace(command, plan=plan, out=out)
 
 
 def check_words(arguments: list[str], command_type: type[CompareFlags]) -> None:
     """`UserError` for flags of train.py and judge."""
-    names = {kind: {f.name for f in dataclasses.fields(kind)} for kind in (CompareFlags, JudgeFlags, Plan)}
-    of_train = TYPES.keys() - names[JudgeFlags] - names[Plan] - {"learning_rate"}  # there is --learning-rates
-    of_judge = names[JudgeFlags] - names[CompareFlags]
+    own = {f.name for kind in (JudgeFlags, Plan) for f in dataclasses.fields(kind)}
+    own.add("learning_rate")  # there is --learning-rates
+    of_judge = JudgeFlags.__annotations__ if command_type is CompareFlags else ()
     for word in arguments:
-        name = word.partition("=")[0].removeprefix("--").replace("-", "_")
-        if word.startswith("--") and name in of_train:
+        name = word.partition("=")[0].removeprefix("--").replace("-", "_") if word.startswith("--") else ""
+        if name in TYPES.keys() - own:
             use = f"--vary {name}=VALUE sets it in all runs, --vary {name}=VALUE,VALUE compares values"
             raise UserError(f"{word} is a setting of train.py; {use}.")
-        if word.startswith("--") and name in of_judge and command_type is not JudgeFlags:
+        if name in of_judge:
             raise UserError(f"{word} belongs to judge: python ablate.py judge {word} ...")
-
-
-def settings_of_idea(folder: Path, a: str | None, b: str) -> tuple[str, str]:
-    """--a and --b of a campaign's next idea: without --a its baseline, and what --b makes of it."""
-    from ablation.judge import load_campaign  # imports matplotlib
-
-    campaign = load_campaign(folder)
-    if a is None:
-        a = "" if campaign.baseline == "default" else campaign.baseline
-        b = " ".join(f"{name}={value}" for name, value in (assignments(a) | assignments(b)).items())
-    campaign.check_new(a or "default", b)
-    return a, b
 
 
 def starting_plan(command: CompareFlags) -> Plan:
@@ -180,14 +172,12 @@ def starting_plan(command: CompareFlags) -> Plan:
         return load_plan(find_plan(command.plan_file or "norms"))
     if command.plan_file:
         plan = load_plan(find_plan(command.plan_file))
-        words = [plan.name]
     else:
-        plan = Plan(config=command.plan.config or Plan.config)
-        words = []
+        plan = Plan(name="", config=command.plan.config or Plan.config)
     texts = [command.a, command.b, *command.varied]
     if not command.plan_file and plan.config != Plan.config:
         texts.append(plan.config)
-    text = re.sub(r"[^\w.]+", "-", " ".join(filter(None, words + texts))).strip("-")
+    text = re.sub(r"[^\w.]+", "-", " ".join(filter(None, [plan.name, *texts]))).strip("-")
     texts_hash = hashlib.blake2b(repr((command.plan_file, *texts)).encode(), digest_size=3).hexdigest()
     name = f"{text[:48]}-{texts_hash}"
     return dataclasses.replace(plan, name=name, arms=arms or plan.arms, vary=plan.vary | vary)
@@ -243,16 +233,13 @@ def judge_idea(command: JudgeFlags) -> int:
 
     if not (command.pairs or command.plan_file or command.varied or command.b is not None):
         raise UserError('judge needs --b "SETTING=VALUE" and, without --campaign, --a "...", or --pairs FILE.')
-    if not command.campaign and command.pairs:
-        judge.judge_pairs(command.pairs, None)
-        return 0
-    if not command.campaign:
-        return compare(command, command.folder, stats.SIGNIFICANCE)
-    with contextlib.nullcontext() if command.dry_run else locked(command.campaign):
-        campaign = judge.load_campaign(command.campaign, command.fdr, command.adopt)
+    with locked(command.campaign) if command.campaign and not command.dry_run else contextlib.nullcontext():
+        campaign = command.campaign and judge.load_campaign(command.campaign, command.fdr, command.adopt)
         if command.pairs:
             judge.judge_pairs(command.pairs, campaign)
             return 0
+        if not campaign:
+            return compare(command, command.out, stats.SIGNIFICANCE)
         folder = campaign.idea_folder(command.plan.name)
         plan = dataclasses.replace(command.plan, first_seed=campaign.first_seed)
         campaign.check_flags(run_flags(plan))
@@ -270,6 +257,6 @@ def main() -> int:
         return call_with_flags(write_report, args=sys.argv[2:], prog="ablate.py report")
     command = parse(sys.argv[2:], JudgeFlags) if subcommand == "judge" else parse(sys.argv[1:])
     try:
-        return judge_idea(command) if isinstance(command, JudgeFlags) else compare(command, command.folder)
+        return judge_idea(command) if isinstance(command, JudgeFlags) else compare(command, command.out)
     except KeyboardInterrupt:
         exit_with(f"stopped; the same command resumes it: python {shlex.join(sys.argv)}", 130)

@@ -123,8 +123,7 @@ def execute(experiment: Experiment, start: Callable[[Run, str], Future]) -> None
     experiment.rows = [row for row in experiment.rows if row.device == here or (row.phase, row.seed) not in unfinished]
     free = [*experiment.workers]
     running: dict[Future, tuple[Run, str]] = {}
-    done, total = len(experiment.rows), len(experiment.rows) + len(experiment.study.remaining)
-    bar = tqdm(unit="run", initial=done, total=total, dynamic_ncols=True, disable=None)
+    bar = tqdm(unit="run", initial=len(experiment.rows), dynamic_ncols=True, disable=None)
     try:
         while True:
             started = {run for run, _ in running.values()}

@@ -14,7 +14,7 @@ import tomli_w
 
 from ablation.plan import Run
 from errors import reading
-from files import read_json, read_toml, replace_text, replacing
+from files import read_toml, replace_text, replacing
 
 JUDGEMENT = "verdict.json"  # the file of the last one
 KEY = [column.name for column in dataclasses.fields(Run)]  # the columns that make a row that of one particular run
@@ -93,9 +93,9 @@ class Judgement:
 
 def read_judgement(folder: Path) -> Judgement | None:
     """What judge said last in this folder, None if it was not asked."""
-    with reading(folder / JUDGEMENT, "delete it"):
-        values = read_json(folder / JUDGEMENT)
-        return msgspec.convert(values, Judgement) if values else None
+    path = folder / JUDGEMENT
+    with reading(path, "delete it"):
+        return msgspec.json.decode(path.read_bytes(), type=Judgement) if path.is_file() else None
 
 
 def as_table(rows: list[Row]) -> pd.DataFrame:

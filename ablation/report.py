@@ -210,14 +210,11 @@ def about(study: Study) -> str:
     if plan.prediction:
         sentences.append(f'Prediction: "{plan.prediction}".')
     columns = {"batches": "batches_hash", "initial weights (but for the norms)": "weights_hash"}
-    equal = [what for what, column in columns.items() if equal_in_each_seed(study.rows, column)]
+    seeds = study.rows.replace("", None).groupby("seed")
+    equal = [what for what, column in columns.items() if seeds[column].nunique().max() == 1]
     if equal:
         sentences.append(f"Runs of a seed had equal {' and '.join(equal)}.")
     return " ".join(sentences)
-
-
-def equal_in_each_seed(rows: pd.DataFrame, column: str) -> bool:
-    return rows.replace("", None).groupby("seed")[column].nunique().max() == 1
 
 
 def comparison_row(study: Study, c: Comparison) -> dict:
