@@ -240,9 +240,8 @@ def judge_idea(command: JudgeFlags) -> int:
             return 0
         if not campaign:
             return compare(command, command.out, stats.SIGNIFICANCE)
-        folder = campaign.idea_folder(command.plan.name)
+        folder = campaign.idea_folder(command.plan.name, run_flags(command.plan))
         plan = dataclasses.replace(command.plan, first_seed=campaign.first_seed)
-        campaign.check_flags(run_flags(plan))
         status = compare(dataclasses.replace(command, plan=plan), folder, campaign.level)
         if not status and not command.dry_run:
             campaign.add(read_judgement(folder), [*plan.phase_seeds["final"]], run_flags(plan))

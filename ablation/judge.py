@@ -140,14 +140,13 @@ class Campaign:
         if idea == baseline or any((line.idea, line.baseline) == (idea, baseline) for line in self.ledger):
             raise UserError(f"{idea} has a verdict: {self.folder / 'report.md'}")
 
-    def check_flags(self, flags: str) -> None:
-        """`UserError` if the next idea's runs would not be like those of earlier ideas."""
+    def idea_folder(self, name: str, flags: str) -> Path:
+        """The folder of the runs of the next idea, which have flags like those of earlier ideas; `UserError`: they
+        have not, or another idea has begun and has no verdict.
+        """
         for line in self.ledger:
             if line.flags not in (None, flags):
                 raise UserError(f"the ideas of {self.folder} are judged with {line.flags}, not {flags}.")
-
-    def idea_folder(self, name: str) -> Path:
-        """The folder of the runs of the next idea; `UserError` where another idea has begun and has no verdict."""
         folder = self.folder / f"{len(self.ledger) + 1:03d}-{name}"
         for rows in self.folder.glob(f"{folder.name[:4]}*/runs.jsonl"):
             if rows.parent != folder:

@@ -156,7 +156,8 @@ def markdown_text(study: Study, folder: Path, drawn: Collection[str]) -> str:
         differences.append({"arm": row["arm"], f"{study.unit}, {mean}": with_interval(c.effect)} | others)
     effects = [{"effect": e.name, mean: with_interval(e), "p (Holm)": p} for e, p in grid_effects(study)]
     changes = read_lines(folder / "changes.jsonl")
-    added = any(change["field"] == "seeds" for change in changes) and read_judgement(folder) is None
+    judgement = read_judgement(folder)
+    added = any(change["field"] == "seeds" for change in changes) and judgement is None
     incomplete = study.rows[study.rows.status != "completed"]
     hours = (study.rows.seconds / 3600).groupby([study.rows[name] for name in MACHINE], dropna=False, sort=False)
     machines = hours.agg([("runs", "size"), ("hours of training", "sum")])
@@ -165,17 +166,16 @@ def markdown_text(study: Study, folder: Path, drawn: Collection[str]) -> str:
         ("Effects of the grid", "effects", [table(effects)]),
         ("Paired difference over steps, on at most 16,384 tokens of the validation text", "steps", []),
         ("Arms", None, [table(arm_row(study, arm) for arm in study.plan.all_arms), STREAM]),
-        ("Learning rates", "sweep", [table(study.sweep.reset_index().to_dict("records"))]),
-        ("Rerun spread and placebo", None, [table(study.spread.reset_index().to_dict("records"))]),
-        ("Runs that did not complete", None, [table(incomplete[[*KEY, "status", "reason"]].to_dict("records"))]),
+        ("Learning rates", "sweep", [table(study.sweep.reset_index())]),
+        ("Rerun spread and placebo", None, [table(study.spread.reset_index())]),
+        ("Runs that did not complete", None, [table(incomplete[[*KEY, "status", "reason"]])]),
         ("Changes of the plan", None, [table(changes), f"Note: {ADDED}." if added else ""]),
-        ("Machines and versions", None, [table(machines.reset_index().to_dict("records"))]),
+        ("Machines and versions", None, [table(machines.reset_index())]),
     ]
     lines = headline(study)
-    judged = read_judgement(folder)
-    if judged is not None:
-        difference = "" if judged.interval is None else f", {judged.difference} {[*judged.interval]}"
-        lines.insert(0, f"judge: {judged.verdict}{difference}; {judged.reason}")
+    if judgement is not None:
+        difference = "" if judgement.interval is None else f", {judgement.difference} {[*judgement.interval]}"
+        lines.insert(0, f"judge: {judgement.verdict}{difference}; {judgement.reason}")
         lines.append("note: where judge stopped early, its interval is right, and those below are too narrow")
     text = f"# {study.plan.name}\n\n" + "\n".join(f"- {line}" for line in lines) + "\n"
     for title, picture, blocks in sections:
@@ -265,7 +265,7 @@ def with_interval(effect: Effect | None, form: str = "+.4f") -> str:
     return f"{effect.estimate:{form}}{ends}"
 
 
-def table(rows: Iterable[dict]) -> str:
+def table(rows: Iterable[dict] | pd.DataFrame) -> str:
     """A Markdown table of rows, of which all have the columns of the first, without empty columns."""
 
     def cell(value: object) -> str:

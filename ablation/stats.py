@@ -65,11 +65,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 def pairs_needed(std: float, distance: float, alpha: float, power: float, minimum: int = 2) -> int:
     """Pairs where (t_{1-alpha} + t_power) s / sqrt(n) falls to `distance` (NIST/SEMATECH e-Handbook, 7.2.2.2)."""
-
-    def reach(n: int) -> float:
-        return (special.stdtrit(n - 1, 1 - alpha) + special.stdtrit(n - 1, power)) * std / np.sqrt(n)
-
-    return next((n for n in range(minimum, MAX_PAIRS) if reach(n) <= distance), MAX_PAIRS)
+    for n in range(minimum, MAX_PAIRS):
+        t = special.stdtrit(n - 1, 1 - alpha) + special.stdtrit(n - 1, power)
+        if t * std / np.sqrt(n) <= distance:
+            return n
+    return MAX_PAIRS
 
 
 def pairs_for_equivalence(std: float, margin: float, family_size: int) -> int:
