@@ -128,11 +128,8 @@ def parse(arguments: list[str], command_type: type[CompareFlags] = CompareFlags)
         parse_flags(command_type, args=without_help, **options)  # raises what is wrong
     plan = judge_plan(first) if command_type is JudgeFlags else compare_plan(first)
     command = parse_flags(command_type, args=arguments, default=command_type(plan=plan), **options)
-    suffix = ""
-    for name in RUNS_DEPEND_ON:
-        value = getattr(command.plan, name)
-        if value != getattr(plan, name):
-            suffix += f"-{name}-{value}"
+    changed = [name for name in RUNS_DEPEND_ON if getattr(command.plan, name) != getattr(plan, name)]
+    suffix = "".join(f"-{name}-{getattr(command.plan, name)}" for name in changed)
     name = command.plan.name + re.sub(r"[^\w.]+", "-", suffix).rstrip("-")
     plan, out = dataclasses.replace(command.plan, name=name), command.out or Path("runs") / f"ablation-{name}"
     return dataclasses.replace(command, plan=plan, out=out)
@@ -213,7 +210,8 @@ def write_report(folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(meta
     if (Path(folder) / judge.LEDGER).is_file():
         path = judge.load_campaign(Path(folder)).write_report()
     else:
-        path = report.write(study.load(find_plan(folder).parent), find_plan(folder).parent)
+        experiment = find_plan(folder).parent
+        path = report.write(study.load(experiment), experiment)
     print(f"written: {path}")
     return 0
 

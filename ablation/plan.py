@@ -53,7 +53,6 @@ def label(name: str, value: object) -> str:
 
 @functools.cache
 def base_settings(config: str) -> Settings:
-    """The settings of a configuration, read once."""
     return load_settings(config_path(config))
 
 
@@ -118,8 +117,7 @@ class Plan:
         vary = [[(name, value) for value in values] for name, values in self.vary.items()]
         vary.sort(key=lambda choices: len(choices) == 1)  # a constant is no arm, also where it comes first
         if not arms and vary:
-            first, *vary = vary
-            arms = {label(name, value): {name: value} for name, value in first}
+            arms = {label(name, value): {name: value} for name, value in vary.pop(0)}
         combined: dict[str, Arm] = {}
         for choices in itertools.product(*vary):
             baseline = None
@@ -219,11 +217,10 @@ def run_settings(plan: Plan, run: Run) -> Settings:
 
 def find_plan(name: str) -> Path:
     """The TOML file that a name stands for: a path, a folder of results, or its name in studies/ or runs/."""
-    if Path(name).is_file():
-        return Path(name)
-    for folder in (Path(name), STUDIES / name, Path("runs") / f"ablation-{name}"):
-        if (folder / "plan.toml").is_file():
-            return folder / "plan.toml"
+    folders = (Path(name), STUDIES / name, Path("runs") / f"ablation-{name}")
+    for path in (Path(name), *(folder / "plan.toml" for folder in folders)):
+        if path.is_file():
+            return path
     if Path(name).is_dir():
         inside = [str(path.parent) for path in sorted(Path(name).glob("*/plan.toml"))] or ["runs/ablation-norms"]
         raise UserError(f"{name} has no plan.toml; give the folder of one experiment, such as {inside[0]}.")

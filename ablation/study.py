@@ -32,11 +32,11 @@ class Study:
         return [run for run in runs if dataclasses.astuple(run) not in ended]
 
     def rows_of(self, phase: str, arm: str) -> pd.DataFrame:
-        """Rows of an arm by seed, outside of a sweep at the chosen learning rate; of final runs those that count."""
-        rates = self.sweep.columns if phase == "sweep" else [self.chosen_learning_rates.get(arm)]
+        """Rows of an arm at its chosen learning rate, by seed; of final runs those that count."""
         seeds = self.counted_seeds if phase == "final" else self.plan.phase_seeds[phase]
         rows = self.rows[(self.rows.phase == phase) & (self.rows.arm == arm)]
-        return rows[rows.learning_rate.isin(rates) & rows.seed.isin(seeds)].sort_values("seed")
+        is_chosen = rows.learning_rate == self.chosen_learning_rates.get(arm)
+        return rows[is_chosen & rows.seed.isin(seeds)].sort_values("seed")
 
     def paired(self, phase: str, arm: str) -> pd.DataFrame:
         """Rows of an arm beside those of its baseline with equal seed and device, and the `difference` in loss."""
