@@ -5,7 +5,6 @@ A run that raises or is killed is a row with status "failed" and costs nothing e
 import contextlib
 import dataclasses
 import functools
-import multiprocessing
 import multiprocessing.resource_tracker
 import os
 import signal

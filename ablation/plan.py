@@ -202,9 +202,8 @@ def arm_settings(plan: Plan, arm: Arm) -> Settings:
     changes = implied(given, settings, parent) | given
     if parent is not None:
         changes = vars(parent) | changes | {"init_from": directory}
-    settings = replace_settings(settings, changes)
-    steps = settings.optimizer.steps
-    changes = {"evaluate_every": max(1, steps // EVALUATIONS)}
+    steps = given.get("steps", settings.optimizer.steps)
+    changes["evaluate_every"] = max(1, steps // EVALUATIONS)
     if "steps" in given and "warmup_steps" not in given:  # the config's is for its own steps
         changes["warmup_steps"] = min(settings.optimizer.warmup_steps, max(steps // 10, 1))
     return replace_settings(settings, changes)
