@@ -60,18 +60,15 @@ def main(
     if is_gguf and find_spec("llama_cpp") is None:
         raise UserError("llama.cpp, which reads GGUF files, is not installed: pip install llama-cpp-python gguf")
     questions = make_questions(run)
-    questions.answers = dict(programs.ask(programs.prenorm(run, questions), questions))
+    questions.answers = dict(programs.prenorm(run, questions))
     ask_llama_cpp = partial(programs.compare_elsewhere, program="llama_cpp")
     comparisons = [partial(programs.compare, programs.transformers)] if find_spec("transformers") else []
     comparisons += [ask_llama_cpp] if find_spec("llama_cpp") else []
     comparisons += [partial(programs.compare_elsewhere, python=executable) for executable in python]
     table = dict(compare(run, questions) for compare in comparisons)
     if other is not None:
-        if is_gguf:
-            comparisons = [ask_llama_cpp]
-        else:
-            comparisons.insert(0, partial(programs.compare, programs.prenorm))
-        for compare in comparisons:
+        ours = partial(programs.compare, programs.prenorm)
+        for compare in [ask_llama_cpp] if is_gguf else [ours, *comparisons]:
             program, cells = compare(other, questions)
             table[f"{Path(other).name} in {program}"] = cells
     if not table:
@@ -82,15 +79,13 @@ def main(
         print(json.dumps(table, indent=2, ensure_ascii=False))
     else:
         for program, cells in table.items():
-            print(program)
-            for question, cell in cells.items():
-                print(printable(f"    {question:18}{cell}"))
+            print(program, *(printable(f"    {question:18}{cell}") for question, cell in cells.items()), sep="\n")
     return int(any(cell not in ("equal", "not asked") for cells in table.values() for cell in cells.values()))
 
 
 def make_questions(run: str) -> Questions:
     """The questions about a model that is opened here."""
-    checkpoint, tokenizer, end_ids = open_model(run)
+    checkpoint, tokenizer, _ = open_model(run)
     config = checkpoint.config
     context = config.max_position_embeddings
     length = min(max(context // 2, 2048), 4096, context)
@@ -103,7 +98,6 @@ def make_questions(run: str) -> Questions:
     return Questions(
         texts=[*TEXTS, "a".join(token.content for token in tokenizer.added_tokens.values())],
         conversations=CONVERSATIONS,
-        end_ids=sorted(end_ids),
         ids=(ids * (length // len(ids) + 1))[:length],
         positions=sorted(positions),
         tolerances=[2 * 2.0**-24 * (products**0.5 + position) for position in sorted(positions)],

@@ -166,7 +166,7 @@ def test_a_program_that_is_killed_has_crashed(tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nkill -SEGV $$\n")
     python.chmod(0o755)
-    questions = programs.Questions([], [], [], [0], [0], [1.0], {"logits": torch.ones(1, 2)})
+    questions = programs.Questions([], [], [0], [0], [1.0], {"logits": torch.ones(1, 2)})
     _, cells = programs.compare_elsewhere("model", questions, str(python), "llama_cpp")
     assert cells == {"opens": "crashed: SIGSEGV"}
 
