@@ -8,11 +8,10 @@ import itertools
 import math
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from pathlib import Path
 
 import numpy as np
 
-from ablation.plan import arm_settings
+from ablation.plan import STUDIES, arm_settings
 from ablation.report import MISSING, with_interval
 from ablation.stats import MIN_PAIRS_FOR_EQUIVALENCE, Effect, mean_effect
 from ablation.study import Study
@@ -20,9 +19,6 @@ from benchmarks.timing import Table
 from files import read_json, read_toml
 from studies.effects import load_study
 
-CLAIMS = Path(__file__).with_suffix(".toml")
-SPEED = CLAIMS.parent.parent / "speed"
-NORMS = ("rms", "layer")
 TIMES = "training-norms-amd-epyc"  # the record of a training step with both norms
 VERDICTS = ("does not hold", "inconclusive", "holds")  # a claim about several effects gets the first of theirs
 
@@ -32,7 +28,7 @@ def claim_rows(*studies: str) -> list[dict[str, str]]:
     effects_by_page = {f"studies/{name}/report.md": measured_effects(load_study(name)) for name in studies}
     of_step, of_forward = norm_times(TIMES, "step"), norm_times(TIMES, "forward")
     effects_by_page[f"speed/{TIMES}.json"] = [*of_step.values(), *of_forward.values()]
-    return [claim_row(name, claim, effects_by_page) for name, claim in read_toml(CLAIMS).items()]
+    return [claim_row(name, claim, effects_by_page) for name, claim in read_toml(STUDIES / "claims.toml").items()]
 
 
 def claim_row(name: str, claim: dict, effects_by_page: dict[str, list[Effect]]) -> dict[str, str]:
@@ -75,9 +71,8 @@ def sweeps(study: Study) -> Iterator[Effect]:
     of arms with its first value. A seed with a diverged run is left out: without that run alone, its losses
     would seem to vary less.
     """
-    losses = study.rows[study.rows.phase == "sweep"].groupby(["arm", "seed"], observed=True)[study.loss_column]
-    ranges = (losses.max() - losses.min()).where(losses.count() == losses.size()).unstack("seed")
-    ranges = ranges.reindex(study.plan.all_arms)
+    rows = study.rows[study.rows.phase == "sweep"]
+    ranges = rows.pivot_table(study.loss_column, "arm", "seed", np.ptp, observed=True).reindex(study.plan.all_arms)
     for setting in study.plan.varied:
         values = np.array([str(study.plan.value(arm, setting)) for arm in study.plan.all_arms.values()])
         means = ranges.groupby(values, sort=False).mean(skipna=False)
@@ -100,7 +95,7 @@ def streams(study: Study) -> Iterator[Effect]:
 
 
 def read_speed(record: str) -> list[Table]:
-    return [Table(**table) for table in read_json(SPEED / f"{record}.json")["tables"]]
+    return [Table(**table) for table in read_json(STUDIES.parent / "speed" / f"{record}.json")["tables"]]
 
 
 def norm_times(record: str, section: str) -> dict[str, Effect]:
@@ -110,6 +105,6 @@ def norm_times(record: str, section: str) -> dict[str, Effect]:
     processes = [table.seconds for table in read_speed(record)]
     effects = {}
     for variant in (name.removesuffix(", rms") for name in processes[0] if name.endswith(", rms")):
-        rms, layer = (np.array([times[f"{variant}, {norm}"][section] for times in processes]) for norm in NORMS)
-        effects[variant] = mean_effect(f"{section}: {variant}", np.median(rms / layer, axis=1), "ratio")
+        rms, layer = ([times[f"{variant}, {norm}"][section] for times in processes] for norm in ("rms", "layer"))
+        effects[variant] = mean_effect(f"{section}: {variant}", np.median(np.divide(rms, layer), axis=1), "ratio")
     return effects

@@ -36,7 +36,6 @@ from training.session import set_up
 
 SEED_OFFSET = 5000  # added for converted models that train again: their batches differ from those of the run
 CENTERED = ", centered"
-NO_HASH = ""  # of settings: these rows cannot be made again by ablate.py
 
 
 def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
@@ -44,7 +43,7 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
     origins = {name: arm.settings.get("init_from", "") for name, arm in plan.all_arms.items()}
     starts = {name: origin.removesuffix(CENTERED) for name, origin in origins.items()}
     quarters = sorted({start for start in starts.values() if start.startswith("quarter")})
-    rows = []
+    rows = []  # without a hash of settings, as ablate.py cannot make them again
     for name, start in starts.items():
         run = Run(name, "final", seed, plan.candidate_learning_rates[name][0])
         changes = {"device": device}
@@ -61,14 +60,14 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
                 end = int(quarter.removeprefix("quarter ")) * session.steps // 4
                 next(result for result in train_steps(session) if result.step == end)
                 save(dataclasses.replace(session, run_dir=folder / quarter))
-            row = make_row(session, run, NO_HASH, 1)
+            row = make_row(session, run, "", 1)
             save(dataclasses.replace(session, run_dir=folder / name))
         elif start in quarters:  # converted in the middle of that run: the rest of its steps
             load_moments(folder / start / "last", session.model, session.optimizer)
             session.state = dataclasses.replace(read_state(folder / start / "last"), seconds=0.0)
-            row = make_row(session, run, NO_HASH, 1)
+            row = make_row(session, run, "", 1)
         else:  # converted at the end: as it is, or after the steps of the arm
-            row = make_row(session, run, NO_HASH, 1, train="steps" in plan.all_arms[name].settings)
+            row = make_row(session, run, "", 1, train="steps" in plan.all_arms[name].settings)
             row = dataclasses.replace(row, batches_hash="")
         rows.append(row)
     return rows

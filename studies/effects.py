@@ -29,7 +29,6 @@ TICKS = (-0.1, -0.03, -0.01, -0.005, 0, 0.005, 0.01, 0.03, 0.1)
 
 @functools.cache
 def load_study(name: str) -> Study:
-    """A study of this folder, for tables and pictures that share it."""
     return load(STUDIES / name)
 
 
@@ -61,8 +60,7 @@ def contrasts(study: Study) -> dict[str, dict[str, Effect]]:
             weights = {}
             for norm, base in available:
                 weights |= {arms[norm]: 1 / len(available), arms[base]: -1 / len(available)}
-            effect = study.mean_loss(name, weights) if available else None
-            if effect is not None:
+            if weights and (effect := study.mean_loss(name, weights)) is not None:
                 effects.setdefault(group, {})[name] = effect
     return effects
 
@@ -88,39 +86,35 @@ def draw(studies: Sequence[Study]) -> Figure:
 
     The last row is the mean of `pairs_at_5e_4`.
     """
-    rows: dict[str, dict[str, Effect]] = {}
-    margins = []
+    rows = []
     for study in studies:
-        effects_by_group = contrasts(study)
-        rows |= {title(study, group): effects for group, effects in effects_by_group.items()}
-        margins += [study.plan.margin] * len(effects_by_group)
-    rows["all at rate 5e-4, exploratory"] = {"RMSNorm minus LayerNorm": pooled(pairs_at_5e_4())}
-    margins.append(studies[0].plan.margin)
+        rows += [(title(study, group), effects, study.plan.margin) for group, effects in contrasts(study).items()]
+    every_pair = {"RMSNorm minus LayerNorm": pooled(pairs_at_5e_4())}
+    rows.append(("all at rate 5e-4, exploratory", every_pair, studies[0].plan.margin))
     figure, [axes] = panels(1.6 + 0.42 * len(rows))
     axes.axvline(0, color=MUTED, linewidth=1)
-    edges = np.arange(len(rows) + 1) - 0.5
-    margins = np.array([*margins, margins[-1]])  # from each edge to the next
-    style = {"color": MUTED, "alpha": 0.15, "linewidth": 0}
-    axes.fill_betweenx(edges, -margins, margins, step="post", label="margin: counts as equal", **style)
-    for index, (contrast, marker) in enumerate(zip(CONTRASTS, "os^", strict=True)):
-        shift = 0.22 * (index - 1)
-        drawn = {row + shift: effects[contrast] for row, effects in enumerate(rows.values()) if contrast in effects}
-        low, high = zip(*(effect.interval for effect in drawn.values()), strict=True)
-        axes.hlines([*drawn], low, high, color=COLOURS[index], linewidth=3, alpha=0.5)
-        legend = contrast.replace("no mean", "mean not subtracted")
-        estimates = [effect.estimate for effect in drawn.values()]
-        axes.plot(estimates, [*drawn], marker, color=COLOURS[index], markersize=4, label=legend)
-    labels = [f"{words}\n{next(iter(effects.values())).n} pairs" for words, effects in rows.items()]
+    shaded = {"color": MUTED, "alpha": 0.15, "linewidth": 0, "label": "margin: counts as equal"}
+    for row, (_, effects, margin) in enumerate(rows):
+        axes.fill_betweenx((row - 0.5, row + 0.5), -margin, margin, **shaded)
+        for index, contrast in enumerate(CONTRASTS):
+            if contrast in effects:
+                effect, y = effects[contrast], row + 0.22 * (index - 1)
+                legend = contrast.replace("no mean", "mean not subtracted")
+                axes.hlines(y, *effect.interval, color=COLOURS[index], linewidth=3, alpha=0.5)
+                axes.plot(effect.estimate, y, "os^"[index], color=COLOURS[index], markersize=4, label=legend)
+    labels = [f"{words}\n{next(iter(effects.values())).n} pairs" for words, effects, _ in rows]
     axes.set_yticks(range(len(rows)), labels, fontsize=8)
     axes.set_xscale("symlog", linthresh=0.01)
     axes.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS], fontsize=8)
-    units = {effect.unit for effects in rows.values() for effect in effects.values()}
+    units = {effect.unit for _, effects, _ in rows for effect in effects.values()}
     reach = 1.1 * np.abs(axes.dataLim.intervalx).max()
     axes.set(xlim=(-reach, reach), ylim=(len(rows) - 0.5, -0.5), xlabel=f"difference in loss, {' or '.join(units)}")
     axes.set_title("← better", loc="left", fontsize=9)
     axes.set_title("worse →", loc="right", fontsize=9)
     figure.suptitle("Is RMSNorm worse than LayerNorm, and by which part?", fontsize=11)
-    figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=2)
+    handles, labels = axes.get_legend_handles_labels()
+    shown = dict(zip(labels, handles, strict=True))  # each once
+    figure.legend(shown.values(), shown, loc="outside lower center", frameon=False, fontsize=8, ncols=2)
     return figure
 
 

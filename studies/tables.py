@@ -1,13 +1,12 @@
 """Tables of docs/ from the records in studies/ and speed/: `python -m studies.tables` writes them between marks."""
 
 import re
-import statistics
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 
+import numpy as np
 import pandas as pd
 
-from ablation.plan import arm_settings
+from ablation.plan import STUDIES, arm_settings
 from ablation.report import table, with_interval
 from ablation.stats import Effect
 from ablation.study import Study
@@ -18,7 +17,7 @@ from model.count import num_parameters
 from studies.claims import claim_rows, norm_times, read_speed
 from studies.effects import CONTRASTS, contrasts, load_study, pairs_at_5e_4, pooled, title
 
-ROOT = Path(__file__).parent.parent
+DOCS = STUDIES.parent / "docs"
 MARKED = re.compile(r"(<!-- table: (\w+) ([^>]*) -->\n).*?(<!-- end -->)", re.DOTALL)
 UNITS = {"ms": 1e3, "µs": 1e6}
 
@@ -44,21 +43,19 @@ def contrast_rows(*names: str) -> list[dict]:
 
 def set_rows(*names: str) -> list[dict]:
     """RMSNorm minus LayerNorm in sets of pairs at 5e-4, and all pairs together."""
-    rows = []
-
-    def add_row(runs: str, differences: Sequence[float], mean: Effect, verdict: str) -> None:
-        row = {"runs": runs, "pairs": mean.n, "worse in": sum(difference > 0 for difference in differences)}
-        rows.append(row | {"mean and 95% interval": shown(mean), "verdict": verdict})
-
+    measured = []
     for study in map(load_study, names):
         comparison = next(comparison for comparison in study.comparisons if comparison.arm == "rms")
         verdict = {"lower": "better", "higher": "worse"}.get(comparison.verdict, comparison.verdict)
-        add_row(link(study), comparison.differences, comparison.effect, verdict)
+        measured.append((link(study), comparison.differences, comparison.effect, verdict))
     sets = pairs_at_5e_4(names)
-    first, *others = sets
-    add_row("these, a pilot and two sweeps together", pd.concat(sets), pooled(sets), "exploratory")
-    without = f"the same without the {len(first)} pairs of the first"  # its pilot has other seeds, and stays
-    add_row(without, pd.concat(others), pooled(others), "exploratory")
+    without = f"the same without the {len(sets[0])} pairs of the first"  # its pilot has other seeds, and stays
+    for words, chosen in (("these, a pilot and two sweeps together", sets), (without, sets[1:])):
+        measured.append((words, pd.concat(chosen), pooled(chosen), "exploratory"))
+    rows = []
+    for runs, differences, mean, verdict in measured:
+        row = {"runs": runs, "pairs": mean.n, "worse in": np.greater(differences, 0).sum()}
+        rows.append(row | {"mean and 95% interval": shown(mean), "verdict": verdict})
     return rows
 
 
@@ -88,7 +85,7 @@ def speed_rows(record: str, unit: str, *words: str) -> list[dict]:
         if text not in measured.title:
             continue
         row = {"": measured.title.replace(text, "").strip(", ")}
-        medians = {name: statistics.median([*sections.values()][-1]) for name, sections in measured.seconds.items()}
+        medians = {name: [*measured.medians(name).values()][-1] for name in measured.seconds}
         for name, seconds in medians.items():
             cell = three_digits(measured.tokens / seconds if unit == "tokens/s" else seconds * UNITS[unit])
             row[name] = f"**{cell}**" if seconds == min(medians.values()) else cell
@@ -129,8 +126,8 @@ def filled(text: str, depth: int) -> str:
 
 def main() -> None:
     """Write the tables of docs/ from the records in studies/ and speed/."""
-    for path in sorted((ROOT / "docs").rglob("*.md")):
-        replace_text(path, filled(path.read_text(encoding="utf-8"), len(path.relative_to(ROOT).parts) - 1))
+    for path in sorted(DOCS.rglob("*.md")):
+        replace_text(path, filled(path.read_text(encoding="utf-8"), len(path.relative_to(DOCS).parts)))
 
 
 if __name__ == "__main__":
