@@ -203,7 +203,9 @@ def compare_elsewhere(
     where = "" if python is None else f" ({python})"
     if done.returncode:
         status = done.returncode
-        ending = f"exit status {status}" if status > 0 else signal.Signals(-status).name
+        ending = f"exit status {status}"
+        if status < 0:
+            ending = f"{signal.Signals(-status).name} in its own code; try another build of it, or a file in float32"
         lines = done.stderr.decode(errors="replace").strip().splitlines() or [ending]
         return program + where, {"opens": f"crashed: {lines[-1]}"}
     name, cells = json.loads(done.stdout.splitlines()[-1])
