@@ -14,7 +14,6 @@ import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -68,10 +67,8 @@ class Case(NamedTuple):
         return dataclasses.replace(shape, max_position_embeddings=positions)
 
 
-def seconds_per_step(decode: Callable[[Callable[[object], None]], object], tokens: int) -> float:
-    """Mean over the last `tokens` calls of the function that `decode` gets, and calls after every token."""
-    times = []
-    decode(lambda _: times.append(time.perf_counter()))
+def seconds_per_step(times: list[float], tokens: int) -> float:
+    """Mean over the steps between the last `tokens` times, each taken after a token."""
     return (times[-1] - times[-tokens]) / (tokens - 1)
 
 
@@ -112,13 +109,12 @@ def ours(case: Case, choice: str = "auto") -> timing.Blocks:
         kernels.use(choice, torch.device(case.device))
         # Without drafts: texts of random weights repeat themselves, and tokens would be counted that no step computed.
         options = {"max_new_tokens": case.tokens, "sampling": Sampling(temperature=0), "drafts": False}
-        tokens = generate(decoder, prompts, **options)
-        seconds = seconds_per_step(lambda put: [put(token) for token in tokens if token.sequence == 0], case.tokens)
+        times = [time.perf_counter() for token in generate(decoder, prompts, **options) if token.sequence == 0]
         if case.device == "cuda":  # the same step again: where its kernels cannot run, the decoder was timed
             step = decode_step(decoder, case.sequences, case.prompt + case.tokens)
             if isinstance(step, GpuDecodeStep) and step.unavailable_reason is not None:
                 raise RuntimeError(step.unavailable_reason)
-        return seconds
+        return seconds_per_step(times, case.tokens)
 
     return {"step": run}
 
@@ -134,11 +130,13 @@ def transformers(case: Case, compiled: bool = False) -> timing.Blocks:
         if case.device == "cpu":
             model.forward = torch.compile(model.forward)
 
-    def decode(put: Callable[[object], None]) -> None:
-        streamer = SimpleNamespace(put=put, end=lambda: None)
+    def run() -> float:
+        times = []
+        streamer = SimpleNamespace(put=lambda _: times.append(time.perf_counter()), end=lambda: None)
         model.generate(tokens, attention_mask=torch.ones_like(tokens), streamer=streamer, **options)
+        return seconds_per_step(times, case.tokens)
 
-    return {"step": lambda: seconds_per_step(decode, case.tokens)}
+    return {"step": run}
 
 
 def llama2c(case: Case) -> timing.Blocks:

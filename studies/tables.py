@@ -1,7 +1,6 @@
 """Tables of docs/ from the records in studies/ and speed/: `python -m studies.tables` writes them between marks."""
 
 import re
-from collections.abc import Callable
 
 import numpy as np
 import pandas as pd
@@ -105,7 +104,7 @@ def norm_time_rows(*records: str) -> list[dict]:
     return [*rows.values()]
 
 
-ROWS: dict[str, Callable[..., list[dict]]] = {
+ROWS = {
     "contrasts": contrast_rows,
     "sets": set_rows,
     "lengths": length_rows,
