@@ -90,7 +90,7 @@ def compare_plan(command: CompareFlags) -> Plan:
 
 
 def judge_plan(command: JudgeFlags) -> Plan:
-    """The plan of a verdict; `UserError` for flags that do not go together."""
+    """The plan of judge; `UserError` for flags that do not go together."""
     if command.quick:
         raise UserError("--quick is not for judge, which needs ten pairs or more; leave it out.")
     if not command.campaign and (command.adopt or command.fdr is not None):
@@ -131,7 +131,8 @@ def parse(arguments: list[str], command_type: type[CompareFlags] = CompareFlags)
     changed = [name for name in RUNS_DEPEND_ON if getattr(command.plan, name) != getattr(plan, name)]
     suffix = "".join(f"-{name}-{getattr(command.plan, name)}" for name in changed)
     name = command.plan.name + re.sub(r"[^\w.]+", "-", suffix).rstrip("-")
-    plan, out = dataclasses.replace(command.plan, name=name), command.out or Path("runs") / f"ablation-{name}"
+    plan = dataclasses.replace(command.plan, name=name)
+    out = command.out or Path("runs") / f"ablation-{name}"
     return dataclasses.replace(command, plan=plan, out=out)
 
 
@@ -139,13 +140,13 @@ def check_words(arguments: list[str], command_type: type[CompareFlags]) -> None:
     """`UserError` for flags of train.py and judge."""
     own = {f.name for kind in (JudgeFlags, Plan) for f in dataclasses.fields(kind)}
     own.add("learning_rate")  # there is --learning-rates
-    of_judge = JudgeFlags.__annotations__ if command_type is CompareFlags else ()
+    of_judge = {f.name for f in dataclasses.fields(JudgeFlags)} - {f.name for f in dataclasses.fields(CompareFlags)}
     for word in arguments:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_") if word.startswith("--") else ""
         if name in TYPES.keys() - own:
             use = f"--vary {name}=VALUE sets it in all runs, --vary {name}=VALUE,VALUE compares values"
             raise UserError(f"{word} is a setting of train.py; {use}.")
-        if name in of_judge:
+        if name in of_judge and command_type is not JudgeFlags:
             raise UserError(f"{word} belongs to judge: python ablate.py judge {word} ...")
 
 
@@ -231,8 +232,11 @@ def judge_idea(command: JudgeFlags) -> int:
 
     if not (command.pairs or command.plan_file or command.varied or command.b is not None):
         raise UserError('judge needs --b "SETTING=VALUE" and, without --campaign, --a "...", or --pairs FILE.')
-    with locked(command.campaign) if command.campaign and not command.dry_run else contextlib.nullcontext():
-        campaign = command.campaign and judge.load_campaign(command.campaign, command.fdr, command.adopt)
+    lock = contextlib.nullcontext()
+    if command.campaign and not command.dry_run:
+        lock = locked(command.campaign)
+    with lock:
+        campaign = judge.load_campaign(command.campaign, command.fdr, command.adopt) if command.campaign else None
         if command.pairs:
             judge.judge_pairs(command.pairs, campaign)
             return 0

@@ -146,7 +146,7 @@ def open_closed_streams() -> None:
 
 def exit_with(message: str, status: int) -> NoReturn:
     if not is_main_process():
-        time.sleep(3)  # until the main one has printed: when one has ended, all are stopped
+        time.sleep(3)  # the main one prints first: when a process has ended, torchrun stops all
     print_or_discard("", sys.stdout)
     if message:
         print_or_discard(fit_terminal(message, sys.stderr) + "\n", sys.stderr)

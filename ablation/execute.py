@@ -270,7 +270,7 @@ def compare(
         else:
             (folder / JUDGEMENT).unlink(missing_ok=True)  # of fewer pairs
             if "seeds" in write_plan(experiment) and experiment.rows:
-                print(f"note: {report.ADDED}")
+                print(f"note: {report.ADDED_PAIRS}")
             execute(experiment, start)
             last_lines = report.headline(experiment.study)
         path = report.write(experiment.study, folder)

@@ -88,17 +88,24 @@ def judge_study(study: Study, looks: list[int], level: float) -> Judgement:
     base, arm = study.plan.all_arms
     differences = np.array(study.comparisons[0].differences if study.comparisons else [])
     diverged = [name for name in (base, arm) if (study.rows_of("final", name).status == "diverged").any()]
-    hours = six_digits((study.rows.seconds / study.rows.workers).sum() / 3600)
-    about = {"baseline": base, "idea": arm, "unit": study.unit, "hours": hours}
-    about["learning_rates"] = study.chosen_learning_rates
+    steps = None
     if diverged == [arm]:
-        return Judgement(verdict="discard", reason=f"{arm} diverged", level=six_digits(level), **about)
-    if len(differences) != study.plan.seeds:
-        about |= {"reason": "runs did not complete, or the hours are used up", "pairs": len(differences)}
-        return Judgement(verdict="inconclusive", level=six_digits(level), **about)
-    judgement = decide(differences, looks, level)
-    about["steps"] = study.in_steps(base, judgement.difference, judgement.interval)
-    return dataclasses.replace(judgement, **about)
+        judgement = Judgement(verdict="discard", reason=f"{arm} diverged", level=six_digits(level))
+    elif len(differences) == study.plan.seeds:
+        judgement = decide(differences, looks, level)
+        steps = study.in_steps(base, judgement.difference, judgement.interval)
+    else:
+        reason = "runs did not complete, or the hours are used up"
+        judgement = Judgement(verdict="inconclusive", reason=reason, pairs=len(differences), level=six_digits(level))
+    return dataclasses.replace(
+        judgement,
+        baseline=base,
+        idea=arm,
+        unit=study.unit,
+        steps=steps,
+        learning_rates=study.chosen_learning_rates,
+        hours=six_digits((study.rows.seconds / study.rows.workers).sum() / 3600),
+    )
 
 
 def lond_level(fdr: float, number: int, keeps: int) -> float:
@@ -141,8 +148,8 @@ class Campaign:
             raise UserError(f"{idea} has a verdict: {self.folder / 'report.md'}")
 
     def idea_folder(self, name: str, flags: str) -> Path:
-        """The folder of the runs of the next idea, which have flags like those of earlier ideas; `UserError`: they
-        have not, or another idea has begun and has no verdict.
+        """The folder of the runs of the next idea. `UserError`: their flags differ from those of earlier ideas, or
+        another idea has begun and has no verdict.
         """
         for line in self.ledger:
             if line.flags not in (None, flags):
@@ -225,17 +232,19 @@ def read_pairs(path: Path) -> dict[str, pd.Series]:
 
 
 def judge_pairs(path: Path, campaign: Campaign | None) -> None:
-    """Print verdicts on a table of losses as JSON: one test of all pairs of an idea; without those in the ledger."""
+    """Print judgements on a table of losses as JSON: one test of all pairs of an idea; without those in the ledger."""
     ideas = read_pairs(path)
     if len(ideas) > 1 and not campaign:
         log("note: --campaign FOLDER limits how many of several ideas, each with its own seeds, are kept wrongly")
-    judged = {seed: line.idea for line in (campaign.ledger if campaign else ()) for seed in line.seeds}
-    idea_by_seed = dict(judged)
-    for idea, pairs in ideas.items() if campaign else ():
-        for seed in map(int, pairs.index):
-            other = idea_by_seed.setdefault(seed, idea)
-            if other != idea:
-                raise UserError(f"{path}: {idea} and {other} share seed {seed}; each idea needs its own.")
+    judged = {}
+    if campaign:
+        judged = {seed: line.idea for line in campaign.ledger for seed in line.seeds}
+        idea_by_seed = dict(judged)
+        for idea, pairs in ideas.items():
+            for seed in map(int, pairs.index):
+                other = idea_by_seed.setdefault(seed, idea)
+                if other != idea:
+                    raise UserError(f"{path}: {idea} and {other} share seed {seed}; each idea needs its own.")
     for idea, pairs in ideas.items():
         seeds = sorted(map(int, pairs.index))
         if judged.keys() & {*seeds}:

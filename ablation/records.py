@@ -16,7 +16,7 @@ from ablation.plan import Run
 from errors import reading
 from files import read_toml, replace_text, replacing
 
-JUDGEMENT = "verdict.json"  # the file of the last one
+JUDGEMENT = "verdict.json"  # the file of the last judgement
 KEY = [column.name for column in dataclasses.fields(Run)]  # the columns that make a row that of one particular run
 MACHINE = ("device", "kernels", "dtype", "commit", "code_hash", "torch", "python", "threads", "workers", "text_hash")
 

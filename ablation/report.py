@@ -24,7 +24,7 @@ the differences over the seeds. Worth: training the baseline that much longer ch
 its loss over log(steps), of runs of another length or its training curve. It would take: pairs that, with a power of
 80%, show a difference as large as this or, if it is within the margin, equivalence, by the deviation of these pairs (in
 brackets by the ends of its interval)."""
-ADDED = "pairs that are added after a look find differences too often; judge looks by a rule"
+ADDED_PAIRS = "pairs that are added after a look find differences too often; judge looks by a rule"
 STREAM = """Mean / std in the stream: |mean| over the standard deviation of the residual stream, at the norms of the
 deeper half. Cosine with ones: 1 where all channels of the stream are equal; a mean over all norms."""
 
@@ -113,7 +113,9 @@ def pairs_to_decide(c: Comparison) -> str | None:
 
 def write(study: Study, folder: Path) -> Path:
     """Write report.md, whose path is returned, its first table as CSV and LaTeX, and its pictures as PNG and PDF."""
-    rows, narrow, compared = [], [], {}  # the narrow ones are for a page, effects by the text in the picture
+    rows = []
+    narrow = []  # with fewer columns, for LaTeX
+    compared = {}  # effects by their text in the picture
     for c in study.comparisons:
         rows.append(comparison_row(study, c))
         row = {"arm": c.effect.name, f"difference, {study.unit}": with_interval(c.effect), "pairs": c.effect.n}
@@ -169,7 +171,7 @@ def markdown_text(study: Study, folder: Path, drawn: Collection[str]) -> str:
         ("Learning rates", "sweep", [table(study.sweep.reset_index())]),
         ("Rerun spread and placebo", None, [table(study.spread.reset_index())]),
         ("Runs that did not complete", None, [table(incomplete[[*KEY, "status", "reason"]])]),
-        ("Changes of the plan", None, [table(changes), f"Note: {ADDED}." if added else ""]),
+        ("Changes of the plan", None, [table(changes), f"Note: {ADDED_PAIRS}." if added else ""]),
         ("Machines and versions", None, [table(machines.reset_index())]),
     ]
     lines = headline(study)

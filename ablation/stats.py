@@ -114,7 +114,9 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """What the tests show, in words; "after Holm": only the adjustment for other comparisons leaves it open."""
+        """equivalent, lower, higher (than the baseline), different within the margin, or inconclusive: "after Holm" if
+        only the adjustment for other comparisons leaves it open.
+        """
         different = self.p_holm < SIGNIFICANCE
         if self.p_equivalence < SIGNIFICANCE and self.effect.n >= MIN_PAIRS_FOR_EQUIVALENCE:
             return "different, within the margin" if different else "equivalent"

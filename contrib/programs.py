@@ -1,8 +1,8 @@
 """Programs that open a model, and where their answers part from those of this program: the work of `contrib.same`.
 
-A program is a generator of questions and answers, which opens the tokenizer, answers, and then opens the network: it
-may refuse that. Another Python, without most packages of this project, runs this file, too: so each program imports
-what it needs.
+A program is a generator of questions with its answers. It opens the tokenizer and answers; then it opens the network,
+which it may refuse, and answers. Another Python, without most packages of this project, runs this file, too: so each
+program imports what it needs.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ def prenorm(place: str, questions: Questions) -> Answers:
         text = ChatFormat(tokenizer).render(messages)
         return text.replace(BREAK, ""), tokenizer.encode_special(text).ids
 
-    yield from ask_tokenizer(tokenizer.encode, partial(encode_prompt, tokenizer), render, questions)
+    yield from ask_tokenizer(tokenizer.encode, partial(encode_prompt, tokenizer), render, questions, UserError)
     yield "EOS", sorted(end_ids)
     yield "sampling", vars(recommended_sampling(directory) or Sampling(temperature=0))
     decoder = load_pretrained(checkpoint, cast=True).eval().requires_grad_(False)
@@ -137,15 +137,17 @@ def llama_cpp(place: str, questions: Questions) -> Answers:
     yield from ask_network(predict, questions)
 
 
-def ask_tokenizer(encode: Callable, encode_prompt: Callable, render: Callable, questions: Questions) -> Answers:
+def ask_tokenizer(
+    encode: Callable, encode_prompt: Callable, render: Callable, questions: Questions, refusal: type = Exception
+) -> Answers:
     """encode: ids of a text, in which special tokens are text, too; encode_prompt: with BOS. render: text and ids of a
-    conversation; any exception says that there is no template, or that it refuses this conversation.
+    conversation; `refusal` says that there is no template, or that it refuses this conversation.
     """
     yield "ids of texts", {text: encode(text) for text in questions.texts}
     yield "ids with BOS", encode_prompt("a")
     conversations = {}
     for i, messages in enumerate(questions.conversations, 1):
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(refusal):
             conversations[f"conversation {i}"] = dict(zip(("text", "ids"), render(messages), strict=True))
     yield "conversations", conversations
 
@@ -171,10 +173,11 @@ def compare(program: Callable, place: str, questions: Questions) -> tuple[str, d
     loss_tolerance = (2 * tolerances.square().mean() / len(tolerances)).sqrt()
     try:
         for question, theirs in program(place, questions):
-            ours = questions.answers.get(question)
             if question == "program":
                 name = theirs
-            elif question == "logits":
+                continue
+            ours = questions.answers[question]
+            if question == "logits":
                 cells[question] = logits_difference(questions.positions, tolerances, ours, theirs)
             elif question == "loss per token" and abs(theirs - ours) <= loss_tolerance:
                 cells[question] = "equal"
@@ -203,9 +206,9 @@ def compare_elsewhere(
     where = "" if python is None else f" ({python})"
     if done.returncode:
         status = done.returncode
-        ending = f"exit status {status}"
-        if status < 0:
-            ending = f"{signal.Signals(-status).name} in its own code; try another build of it, or a file in float32"
+        ending = f"exit status {status}" if status > 0 else f"killed by {signal.Signals(-status).name}"
+        if status in (-signal.SIGSEGV, -signal.SIGILL, -signal.SIGABRT):
+            ending += f", an error inside {program}; try another build of it"
         lines = done.stderr.decode(errors="replace").strip().splitlines() or [ending]
         return program + where, {"opens": f"crashed: {lines[-1]}"}
     name, cells = json.loads(done.stdout.splitlines()[-1])
@@ -235,9 +238,9 @@ def difference(ours: object, theirs: object) -> str:
         return f"{key!r:.24} {difference(ours.get(key, 'refused'), theirs.get(key, 'refused'))}"
     if type(ours) is type(theirs) and isinstance(ours, str | list):
         start = len(os.path.commonprefix([ours, theirs]))  # noqa: RUF071 - no paths
-        shown = slice(start, start + 16)
-        return f"from {start}: ours {ours[shown]!r}, theirs {theirs[shown]!r}"
-    if isinstance(ours, float):
+        mine, other = (f"{x[start : start + 16]!r}{' ...' * (len(x) > start + 16)}" for x in (ours, theirs))
+        return f"from {start}: ours {mine}, theirs {other}"
+    if isinstance(ours, float) and isinstance(theirs, int | float):
         return f"ours {ours:.7g}, theirs {theirs:.7g}"
     return f"ours {ours!r:.24}, theirs {theirs!r:.24}"
 

@@ -67,8 +67,11 @@ def main(
     comparisons += [partial(programs.compare_elsewhere, python=executable) for executable in python]
     table = dict(compare(run, questions) for compare in comparisons)
     if other is not None:
-        ours = partial(programs.compare, programs.prenorm)
-        for compare in [ask_llama_cpp] if is_gguf else [ours, *comparisons]:
+        if is_gguf:
+            comparisons = [ask_llama_cpp]
+        else:
+            comparisons.insert(0, partial(programs.compare, programs.prenorm))
+        for compare in comparisons:
             program, cells = compare(other, questions)
             table[f"{Path(other).name} in {program}"] = cells
     if not table:
@@ -79,7 +82,9 @@ def main(
         print(json.dumps(table, indent=2, ensure_ascii=False))
     else:
         for program, cells in table.items():
-            print(program, *(printable(f"    {question:18}{cell}") for question, cell in cells.items()), sep="\n")
+            print(program)
+            for question, cell in cells.items():
+                print(printable(f"    {question:18}{cell}"))
     return int(any(cell not in ("equal", "not asked") for cells in table.values() for cell in cells.values()))
 
 

@@ -128,7 +128,7 @@ def prepare(settings: DataSettings, tokenizer: str | Path | None = None, vocab_s
     elif chat_file is None:
         loaded = trained_tokenizer(files, settings, vocab_size)
     else:
-        fix = f"give a model to teach them with --init-from, or leave out {chat_file}"
+        fix = f"give a model to teach them with --init-from, or a --tokenizer, or leave out {chat_file}"
         raise UserError(f"{', '.join(settings.data)} has conversations; {fix}.")
     check_vocabulary(loaded, vocab_size)
     if chat_file is None:

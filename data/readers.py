@@ -53,7 +53,7 @@ def why_left_out(file: TextFile) -> str:
 def read_blocks(path: Path) -> Iterator[str]:
     """A text file in blocks of complete lines, beyond which no id of our tokenizers reaches; longer lines are cut.
 
-    All line ends become \\n, as in prompts.
+    Line ends of other systems, \\r\\n and \\r, become \\n.
     """
     with reading(path, TO_UTF8), open(path, "rb") as file:
         encoding = "utf-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"

@@ -1,7 +1,7 @@
 """The ids of a text, made once and kept in units: files of about 64 MB of text that are tokenized together.
 
     CACHE/units/KEY.bin     ids: BOS a a a EOS BOS b b EOS, or without a BOS in the tokenizer a a a EOS b b EOS
-    CACHE/units/KEY.skipped why files were left out, a line each
+    CACHE/units/KEY.skipped what was left out, a line each: files with the reason, and how many rows have no text
     CACHE/units/KEY.docs    a row of `DOCUMENT` for each document; written last, so a unit that has it is complete
 
 A lock per unit decides who makes it, so several commands share the work, also on several machines. What a killed one
@@ -57,7 +57,8 @@ class Unit:
                 table, empty = write_ids(file, documents, self.tokenizer)
             reasons = [f"{reason}\n" for reason in map(why_left_out, self.files) if reason]
             if empty:
-                reasons.append(f"{counted(empty, 'row')} without text\n")
+                others = " and others" if len(self.files) > 1 else ""
+                reasons.append(f"{counted(empty, 'row')} without text in {self.files[0].name}{others}\n")
             replace_text(self.path.with_suffix(".skipped"), "".join(reasons))
             with replacing(self.path.with_suffix(".docs")) as file:
                 file.write(table.tobytes())
@@ -73,13 +74,19 @@ class Unit:
 
 
 def write_ids(file: BinaryIO, documents: Iterable[Document], tokenizer: Tokenizer) -> tuple[np.ndarray, int]:
-    """Write the ids of documents to an open file; a row of `DOCUMENT` for each, and the number of empty ones."""
-    numbers = itertools.count()
-    documents = (document for document, _ in zip(documents, numbers, strict=False))
+    """Write the ids of documents to an open file; a row of `DOCUMENT` for each with text, and how many have none."""
+    count = 0
+
+    def counting() -> Iterator[Document]:
+        nonlocal count
+        for document in documents:
+            count += 1
+            yield document
+
     bos = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], tokenizer.dtype)
     eos = np.array([tokenizer.eos_id], tokenizer.dtype)
     table = array("Q")  # row after row
-    for _, blocks in itertools.groupby(encode_blocks(documents, tokenizer), lambda block: block[0]):
+    for _, blocks in itertools.groupby(encode_blocks(counting(), tokenizer), lambda block: block[0]):
         content = hashlib.blake2b(digest_size=8)  # as in `content_hash`
         size = 0
         start = file.tell()
@@ -93,7 +100,7 @@ def write_ids(file: BinaryIO, documents: Iterable[Document], tokenizer: Tokenize
         tokens = (file.tell() - start) // tokenizer.dtype.itemsize
         table.extend((int.from_bytes(content.digest(), "little"), size, tokens))
     rows = np.array(table, "<u8").view(DOCUMENT)
-    return rows, next(numbers) - len(rows)  # documents without a block have no row
+    return rows, count - len(rows)
 
 
 def encode_blocks(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[int, str, Sequence[int]]]:

@@ -89,7 +89,7 @@ def token_losses(decoder: Decoder, ids: Sequence[int], hooks: Mapping[nn.Module,
     """The losses (T - 1,) of one forward pass with these forward hooks of modules."""
     most = min(MAX_TOKENS, decoder.config.max_position_embeddings)
     if not 1 <= len(ids) <= most:
-        raise UserError(f"the text has {len(ids)} tokens; give 1 to {most}, in the model's context.")
+        raise UserError(f"the text has {len(ids)} tokens; give 1 to {most}, the most for this model.")
     tokens = torch.tensor([[*ids]], device=decoder.embed_tokens.weight.device)
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, decoder, "compute_dtype", decoder.compute_dtype)

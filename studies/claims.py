@@ -72,7 +72,9 @@ def sweeps(study: Study) -> Iterator[Effect]:
     would seem to vary less.
     """
     rows = study.rows[study.rows.phase == "sweep"]
-    ranges = rows.pivot_table(study.loss_column, "arm", "seed", np.ptp, observed=True).reindex(study.plan.all_arms)
+    table = {"values": study.loss_column, "index": "arm", "columns": "seed"}
+    ranges = rows.pivot_table(**table, aggfunc=np.ptp, observed=True)  # NaN where a run diverged
+    ranges = ranges.reindex(study.plan.all_arms)
     for setting in study.plan.varied:
         values = np.array([str(study.plan.value(arm, setting)) for arm in study.plan.all_arms.values()])
         means = ranges.groupby(values, sort=False).mean(skipna=False)

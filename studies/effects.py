@@ -96,12 +96,12 @@ def draw(studies: Sequence[Study]) -> Figure:
     shaded = {"color": MUTED, "alpha": 0.15, "linewidth": 0, "label": "margin: counts as equal"}
     for row, (_, effects, margin) in enumerate(rows):
         axes.fill_betweenx((row - 0.5, row + 0.5), -margin, margin, **shaded)
-        for index, contrast in enumerate(CONTRASTS):
+        for index, (contrast, marker) in enumerate(zip(CONTRASTS, "os^", strict=True)):
             if contrast in effects:
                 effect, y = effects[contrast], row + 0.22 * (index - 1)
                 legend = contrast.replace("no mean", "mean not subtracted")
                 axes.hlines(y, *effect.interval, color=COLOURS[index], linewidth=3, alpha=0.5)
-                axes.plot(effect.estimate, y, "os^"[index], color=COLOURS[index], markersize=4, label=legend)
+                axes.plot(effect.estimate, y, marker, color=COLOURS[index], markersize=4, label=legend)
     labels = [f"{words}\n{next(iter(effects.values())).n} pairs" for words, effects, _ in rows]
     axes.set_yticks(range(len(rows)), labels, fontsize=8)
     axes.set_xscale("symlog", linthresh=0.01)
@@ -112,8 +112,8 @@ def draw(studies: Sequence[Study]) -> Figure:
     axes.set_title("← better", loc="left", fontsize=9)
     axes.set_title("worse →", loc="right", fontsize=9)
     figure.suptitle("Is RMSNorm worse than LayerNorm, and by which part?", fontsize=11)
-    handles, labels = axes.get_legend_handles_labels()
-    shown = dict(zip(labels, handles, strict=True))  # each once
+    handles, names = axes.get_legend_handles_labels()
+    shown = dict(zip(names, handles, strict=True))  # each name once
     figure.legend(shown.values(), shown, loc="outside lower center", frameon=False, fontsize=8, ncols=2)
     return figure
 

@@ -104,6 +104,7 @@ ablate --jobs -1 --dry-run -> --jobs -1 must be at least 1
 serve RUN --port 99999 -> .*port must be 0-65535.*; give another --port or --host
 serve --prot 80 -> Unrecognized options: --prot, 80; see --help. Did you mean --port\?
 plot nothere -> nothere has no metrics.jsonl; give the folder of a run
+plot -> no run is given; give folders of runs
 plot RUN RUN -> several runs need --out
 plot RUN --out loss.txt -> --out loss.txt must end in .png or .svg
 """

@@ -61,7 +61,10 @@ def test_every_file_module_config_and_plan_that_a_document_names_exists(document
         studies = set(re.findall(r"ablate\.py (\w[\w-]*)", command)) - {"judge", "report", "NAME"}
         named += [f"studies/{name}/plan.toml" for name in studies]
     assert [name for name in named if not (ROOT / name.strip()).is_file()] == []
-    # A block of commands can be pasted, because explanations are comments.
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_a_block_of_commands_can_be_pasted_because_explanations_are_comments(document):
     assert [command for command in commands(TEXTS[document]) if re.search(r"\S {2,}\S", command)] == []
 
 
@@ -114,9 +117,8 @@ def test_every_function_that_a_document_names_exists():
 def test_the_example_of_a_norm_consists_of_lines_of_the_source():
     source = "".join((ROOT / "model" / name).read_text(encoding="utf-8") for name in ("config.py", "norm.py"))
     source_lines = {line.split("  #")[0].strip() for line in source.splitlines()}
-    code = "".join(blocks(section("Compare two settings"))).replace(
-        "mine", "dyt"
-    )  # under another name than in the source
+    # under another name than in the source
+    code = "".join(blocks(section("Compare two settings"))).replace("mine", "dyt")
     lines = [line.split("  #")[0].strip() for line in code.splitlines()]
     assert len(lines) == 3
     assert [line for line in lines if line not in source_lines] == []

@@ -31,7 +31,7 @@ BYTES_PER_TOKEN = 3.5  # of a larger text: see SAMPLE_SIZE in data/train_tokeniz
 def estimate(settings: Settings, last: Path | None = None) -> float:
     """Print what one process needs, and return the seconds of all steps, NaN where they are not measured.
 
-    last: the save of a run that is resumed, whose tokenizer it keeps.
+    last: the save of a run that is resumed, whose tokenizer it keeps. `TooLittleText` is raised last.
     """
     device, dtype = use_machine(settings)
     data, steps, rank = settings.data, settings.optimizer.steps, settings.run.lora
@@ -43,7 +43,7 @@ def estimate(settings: Settings, last: Path | None = None) -> float:
         if size < MAX_TEXT or find_conversations(files):
             try:
                 settings, corpus = open_text(settings, last)
-            except TooLittleText as error:  # said last, as the rest depends little on the text
+            except TooLittleText as error:  # raised last: the rest hardly depends on the text
                 problem = error
         else:
             print(f"text: {epochs(tokens, size / BYTES_PER_TOKEN)}, if a token has {BYTES_PER_TOKEN} bytes")

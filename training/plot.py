@@ -36,7 +36,7 @@ def panels(height: float, rows: int = 1, width: float = 5.4) -> tuple[Any, list[
     from matplotlib.figure import Figure  # takes half a second to import: only when something is drawn
 
     use_chinese_fonts()
-    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")  # 594 pixels wide on a phone
+    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")  # by default 594 pixels wide
     every = [*figure.subplots(rows, sharex=True, squeeze=False).flat]
     for axes in every:
         axes.grid(alpha=0.25)
@@ -46,8 +46,6 @@ def panels(height: float, rows: int = 1, width: float = 5.4) -> tuple[Any, list[
 
 
 def draw(runs: Sequence[Path], path: Path) -> None:
-    from matplotlib.ticker import LogFormatter
-
     figure, [axes] = panels(4.5, width=8)
     use_chinese_fonts(*map(str, runs))
     for i, run in enumerate(runs):
@@ -69,8 +67,8 @@ def draw(runs: Sequence[Path], path: Path) -> None:
             axes.legend(title="thin: training, smoothed     dots: validation")
     # On a linear axis the steep first steps would press the rest of the curve into a flat line.
     axes.set(yscale="log", xlabel="step", ylabel="loss (nats per token)")
-    minor = LogFormatter(minor_thresholds=(2, 1))  # fewer labels, or none, for a loss that falls by decades
-    axes.yaxis.set(major_formatter="{x:g}", minor_formatter=minor)
+    low, high = axes.get_ylim()
+    axes.yaxis.set(major_formatter="{x:g}", minor_formatter="{x:g}" if high < 100 * low else "")  # labels need room
     with replacing(path) as file:
         figure.savefig(file, format=path.suffix[1:])
 

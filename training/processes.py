@@ -35,7 +35,7 @@ class Processes:
 
     @contextlib.contextmanager
     def main_first(self, folder: Path) -> Iterator[Path]:
-        """A block that the others enter when the main process has left it, perhaps hours later; all get its folder."""
+        """The main process runs the block, perhaps for hours, and then the others; all get the main one's folder."""
         if self.rank > 0:
             self.store.wait(["folder"], timedelta(hours=6))
             folder = Path(self.store.get("folder").decode())

@@ -180,7 +180,9 @@ def print_advice(settings: Settings, corpus: Text, tokens: int) -> None:
     if warmup >= steps >= 10:
         print(f"note: the learning rate rises until the last step; better is --warmup-steps {steps // 10}")
     parent = settings.run.init_from
-    is_new_to_chats = corpus.chat and parent and load_tokenizer(parent).chat_template is None
+    is_new_to_chats = False
+    if corpus.chat is not None and parent is not None:
+        is_new_to_chats = load_tokenizer(parent).chat_template is None
     if is_new_to_chats and lora is not None:
         print("note: the model has not seen the tokens of the roles, which an adapter hardly teaches; leave out --lora")
     elif is_new_to_chats and rate < 3e-4:

@@ -50,6 +50,9 @@ def test_the_numbers_are_those_of_the_study(finish, tmp_path):
 
 def test_arms_that_are_open_unfinished_or_diverged_say_so(finish):
     pair = finish(PLAN, losses)
+    grid = dataclasses.replace(PLAN, vary=PLAN.vary | {"qk_norm": [False, True]})
+    words = [report.plan_in_words(Study(plan, pair.rows), 1) for plan in (grid, PLAN)]
+    assert ["compared with the baseline before it" in text for text in words] == [True, False]
     noisy = finish(dataclasses.replace(PLAN, rerun_seeds=0), lambda run: 3 + math.sin(run.seed * len(run.arm)))
     assert noisy.comparisons[0].verdict == "inconclusive" and noisy.comparisons[0].pairs_for_power[0] > 6
     assert "it would take " + report.pairs_to_decide(noisy.comparisons[0]) in " ".join(report.headline(noisy))
@@ -73,10 +76,13 @@ def test_pairs_that_do_not_count_and_a_limit_that_was_reached_are_said(finish):
 
 def test_a_judged_folder_repeats_the_verdict_and_says_which_interval_is_right(finish, tmp_path):
     reason = "decided after 4 pairs"
+    (tmp_path / "changes.jsonl").write_text('{"field": "seeds"}\n')
+    assert report.ADDED_PAIRS in report.markdown_text(finish(PLAN, losses), tmp_path, ())
     judgement = Judgement(verdict="keep", difference=-0.1, interval=(-0.2, -0.05), reason=reason, level=0.05)
     (tmp_path / JUDGEMENT).write_text(str(judgement), encoding="utf-8")
     text = report.markdown_text(finish(PLAN, losses), tmp_path, ())
     assert "- judge: keep, -0.1 [-0.2, -0.05]; decided after 4 pairs\n" in text and "below are too narrow" in text
+    assert report.ADDED_PAIRS not in text
 
 
 @pytest.mark.parametrize(

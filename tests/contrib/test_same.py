@@ -168,7 +168,7 @@ def test_a_program_that_is_killed_has_crashed(tmp_path):
     python.chmod(0o755)
     questions = programs.Questions([], [], [0], [0], [1.0], {"logits": torch.ones(1, 2)})
     _, cells = programs.compare_elsewhere("model", questions, str(python), "llama_cpp")
-    assert cells["opens"].startswith("crashed: SIGSEGV in its own code")
+    assert cells == {"opens": "crashed: killed by SIGSEGV, an error inside llama_cpp; try another build of it"}
 
 
 def test_logits_that_are_not_finite_or_too_many_are_differences(good, compare, tmp_path):

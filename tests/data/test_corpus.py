@@ -117,13 +117,16 @@ def test_the_tokenizer_is_trained_on_a_sample_from_all_of_the_text_without_valid
 def test_only_other_text_another_vocabulary_or_another_split_are_prepared_anew(tmp_path, monkeypatch, capsys):
     write_corpus(tmp_path / "text")
     (tmp_path / "text" / "gbk.txt").write_bytes("中文".encode("gbk"))
+    (tmp_path / "text" / "rows.jsonl").write_text('{"text": "a"}\n{"text": ""}\n{"text": null}')
     first = prepared(tmp_path)
     note.cache_clear()
     with monkeypatch.context() as patch:
         patch.setattr(tokens, "read_documents", None)
         patch.setattr(tokens, "why_left_out", None)
         again = prepared(tmp_path)
-    assert capsys.readouterr().err.count(f"skipped: {tmp_path}/text/gbk.txt cannot be read") == 2  # said each time
+    notes = capsys.readouterr().err
+    assert notes.count(f"skipped: {tmp_path}/text/gbk.txt cannot be read") == 2  # said each time
+    assert notes.count("skipped: 2 rows without text in ") == 2
     assert np.array_equal(again.train[:], first.train[:]) and np.array_equal(again.validation, first.validation)
     assert again.description == first.description and again.tokenizer.hash == first.tokenizer.hash
     assert prepared(tmp_path, vocab_size=410).tokenizer.vocab_size == 410

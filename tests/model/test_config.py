@@ -9,7 +9,7 @@ from generation.generate import generate
 from model.config import ROPE_SCALING, ModelConfig
 from model.count import flops_per_token, num_parameters
 from model.decoder import Decoder
-from model.device import choose_dtype, threads_for
+from model.device import allocate, choose_dtype, threads_for
 
 NUMBERS = dict.fromkeys(sum(ROPE_SCALING.values(), ()), 4)  # of any rope_scaling
 
@@ -84,3 +84,13 @@ def test_a_small_step_uses_one_thread_and_the_number_is_restored_even_after_an_e
     with threads_for(decoder, 10_000_000):
         assert torch.get_num_threads() == 2
     torch.set_num_threads(before)
+
+
+def test_weights_lie_side_by_side_without_overlap_and_begin_cache_lines():
+    sizes = [((3, 5), torch.bfloat16), ((7,), torch.int8), ((2, 2), torch.float32)]
+    tensors = allocate([(torch.Size(shape), dtype) for shape, dtype in sizes], torch.device("cpu"))
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number)
+    for number, (tensor, (shape, dtype)) in enumerate(zip(tensors, sizes, strict=True)):
+        assert (tuple(tensor.shape), tensor.dtype) == (shape, dtype) and (tensor == number).all()
+        assert tensor.is_contiguous() and (tensor.data_ptr() - tensors[0].data_ptr()) % 64 == 0

@@ -162,7 +162,8 @@ def generated(monkeypatch, capsys):
         monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, arguments), *greedy])
         capsys.readouterr()
         generate.main()
-        return "".join(capsys.readouterr()[: 1 + log])
+        printed = capsys.readouterr()
+        return printed.out + printed.err if log else printed.out
 
     return run
 
