@@ -22,6 +22,8 @@ from data.tokens import TokenStream, prepare_units
 from data.train_tokenizer import trained_tokenizer
 from errors import UserError, counted, note
 
+LONG_TOKENS = 10  # bytes of a token, on average
+
 
 class TooLittleText(UserError):
     """Fewer tokens than a batch."""
@@ -32,64 +34,17 @@ class Corpus:
     """A text that can be trained on, with the methods of `Conversations`."""
 
     tokenizer: Tokenizer
-    documents: np.ndarray  # rows of `split.DOCUMENT`, without duplicates
-    duplicates: int
+    description: str  # three lines to print, and the advice
+    text_hash: str  # hash of the documents, in order
+    prompts: list[str]  # for samples: the first words of up to three held-out documents
+    has_long_tokens: bool  # whether tokens are whole phrases: in bits per byte, a model beats xz untrained
     train: TokenStream
     validation: np.ndarray  # (tokens,) uint16, or uint32 for a vocabulary over 65,536
     validation_bytes: int  # bytes of its text in UTF-8
-    validation_source: str  # what it consists of
     everything: TokenStream  # also duplicates
     everything_bytes: int
-    document_start: int | None = None  # the id that begins a document, where attention keeps documents apart
+    document_start: int | None  # the id that begins a document, where attention keeps documents apart
     chat: None = None  # a text has no chat template
-
-    @property
-    def text_hash(self) -> str:
-        """Hash of the documents, in order."""
-        return hashlib.blake2b(self.documents["hash"].tobytes(), digest_size=16).hexdigest()
-
-    @property
-    def bytes_per_token(self) -> float:
-        return int(self.documents["bytes"].sum()) / (len(self.train) + len(self.validation))
-
-    @property
-    def has_long_tokens(self) -> bool:
-        """Whether tokens are whole phrases: in bits per byte, a model beats xz untrained."""
-        return self.bytes_per_token > 10
-
-    @property
-    def prompts(self) -> list[str]:
-        """For samples: the first words of up to three held-out documents."""
-        starts = np.flatnonzero(self.validation == self.tokenizer.document_start)[:3].tolist() or [0]
-        return [first_words(self.tokenizer.decode(self.validation[start : start + 64])) for start in starts]
-
-    @property
-    def description(self) -> str:
-        """Three lines to print, and the advice."""
-        size = int(self.documents["bytes"].sum())
-        documents = f"{counted(len(self.documents), 'document')} ({counted(self.duplicates, 'duplicate')} dropped)"
-        bytes_per_token = (size - self.validation_bytes) / max(1, len(self.train))  # of the text to train on
-        tokens = f"{len(self.train):,} tokens to train on, {bytes_per_token:.2f} bytes per token"
-        source = f"{self.validation_source}, {self.validation_bytes / 1e6:.2f} MB"
-        lines = [
-            f"{documents}, {size / 1e6:.2f} MB, hash {self.text_hash[:12]}",
-            f"{tokens}, vocabulary {self.tokenizer.vocab_size:,}",
-            f"{len(self.validation):,} for validation ({source})",
-        ]
-        return "\n  ".join(lines + self.advice)
-
-    @property
-    def advice(self) -> list[str]:
-        """A note to print where tokens are too short or too long."""
-        if self.bytes_per_token < 1.6:
-            fix = "a model whose tokenizer is made of this text, with enough pieces, is better"
-            return [f"note: tokens are nearly single bytes; {fix}"]
-        bytes_and_characters = sum(len(piece) == 1 or piece.startswith("<0x") for piece in self.tokenizer.vocabulary)
-        smaller = max(300, bytes_and_characters + 100)
-        if self.has_long_tokens and smaller < self.tokenizer.vocab_size:
-            fix = f"give a smaller --vocab-size, such as {smaller}"
-            return [f"note: tokens are whole phrases, as the text is small or repeats itself; {fix}"]
-        return []
 
     def count_sequences(self, settings: DataSettings) -> int:
         """The sequences of an epoch; `TooLittleText` if they are fewer than a batch."""
@@ -158,32 +113,55 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
     table = np.concatenate([unit.table for unit in units])
     kinds = split_documents(table, settings)
     documents = table[kinds != DUPLICATE]
-    to_train_on = (kinds == TRAIN).tolist()
-    train = TokenStream(units, to_train_on)
-    size = min(settings.validation_fraction * int(documents["bytes"].sum()), MAX_VALIDATION)
+    size = int(documents["bytes"].sum())
+    share = min(settings.validation_fraction * size, MAX_VALIDATION)
+    train = TokenStream(units, kinds == TRAIN)
     if VALIDATION in kinds:
         held_out = table["bytes"][kinds == VALIDATION]
         source = counted(len(held_out), "document")
-        validation = TokenStream(units, (kinds == VALIDATION).tolist())[:]
+        validation = TokenStream(units, kinds == VALIDATION)[:]
         validation_bytes = int(held_out.sum())
-        if validation_bytes < size / 5:
+        if validation_bytes < share / 5:
             text = f"only short documents are held out, {validation_bytes:,} bytes, so the validation loss says little"
             note(f"{text}; --validation-salt 1 holds out others")
     else:
         source = "the end of the text"
-        end = len(train) - max(2, count_last_tokens(train, round(size), tokenizer))
+        end = len(train) - max(2, count_last_tokens(train, round(share), tokenizer))
         validation = train[end:]
         validation_bytes = len(tokenizer.decode(validation).encode("utf-8"))
-        train = TokenStream(units, to_train_on, end)
+        train = TokenStream(units, kinds == TRAIN, end)
+    text_hash = hashlib.blake2b(documents["hash"].tobytes(), digest_size=16).hexdigest()
+    dropped = counted(len(table) - len(documents), "duplicate")
+    of_train = f"{(size - validation_bytes) / max(1, len(train)):.2f} bytes per token"
+    lines = [
+        f"{counted(len(documents), 'document')} ({dropped} dropped), {size / 1e6:.2f} MB, hash {text_hash[:12]}",
+        f"{len(train):,} tokens to train on, {of_train}, vocabulary {tokenizer.vocab_size:,}",
+        f"{len(validation):,} for validation ({source}, {validation_bytes / 1e6:.2f} MB)",
+    ]
+    bytes_per_token = size / (len(train) + len(validation))
+    starts = np.flatnonzero(validation == tokenizer.document_start)[:3].tolist() or [0]
     return Corpus(
         tokenizer=tokenizer,
-        documents=documents,
-        duplicates=len(table) - len(documents),
+        description="\n  ".join(lines + advice(tokenizer, bytes_per_token)),
+        text_hash=text_hash,
+        prompts=[first_words(tokenizer.decode(validation[start : start + 64])) for start in starts],
+        has_long_tokens=bytes_per_token > LONG_TOKENS,
         train=train,
         validation=validation,
         validation_bytes=validation_bytes,
-        validation_source=source,
-        everything=TokenStream(units, [True] * len(table)),
+        everything=TokenStream(units, np.ones(len(table), bool)),
         everything_bytes=int(table["bytes"].sum()),
         document_start=tokenizer.document_start if settings.document_mask else None,
     )
+
+
+def advice(tokenizer: Tokenizer, bytes_per_token: float) -> list[str]:
+    """A note to print where tokens are too short or too long."""
+    if bytes_per_token < 1.6:
+        fix = "a model whose tokenizer is made of this text, with enough pieces, is better"
+        return [f"note: tokens are nearly single bytes; {fix}"]
+    smaller = max(300, 100 + sum(len(piece) == 1 or piece.startswith("<0x") for piece in tokenizer.vocabulary))
+    if bytes_per_token > LONG_TOKENS and smaller < tokenizer.vocab_size:
+        fix = f"give a smaller --vocab-size, such as {smaller}"
+        return [f"note: tokens are whole phrases, as the text is small or repeats itself; {fix}"]
+    return []

@@ -148,22 +148,21 @@ def prepare_units(files: Sequence[TextFile], tokenizer: Tokenizer, folder: Path)
 class TokenStream:
     """The ids of documents, end to end, read when they are asked for."""
 
-    def __init__(self, units: Sequence[Unit], chosen: list[bool], end: int | None = None):
+    def __init__(self, units: Sequence[Unit], chosen: Sequence[bool], end: int | None = None):
         """chosen: whether a document is in the stream, for each row of the units' tables; end: of a shorter one."""
         self._dtype = units[0].tokenizer.dtype
         self._spans = []  # of chosen documents that are neighbours in a file: the file, and where they begin in it
         self._starts = [0]  # where each span begins in the stream; the last is where the stream ends
-        row = 0
+        remaining = iter(np.asarray(chosen).tolist())
         for unit in units:
             file_start = 0
-            pairs = zip(chosen[row : row + len(unit.table)], unit.table["tokens"].tolist(), strict=True)
-            for is_chosen, documents in itertools.groupby(pairs, lambda pair: pair[0]):
-                length = sum(tokens for _, tokens in documents)
+            pairs = zip(unit.table["tokens"].tolist(), remaining, strict=False)
+            for is_chosen, documents in itertools.groupby(pairs, lambda pair: pair[1]):
+                length = sum(tokens for tokens, _ in documents)
                 if is_chosen:
                     self._spans.append((unit.path, file_start))
                     self._starts.append(self._starts[-1] + length)
                 file_start += length
-            row += len(unit.table)
         self._length = self._starts[-1] if end is None else end
 
     def __len__(self) -> int:
