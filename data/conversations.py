@@ -115,7 +115,6 @@ def prepare_conversations(
     split = (settings.validation_fraction, settings.validation_salt)
     folder = Path(settings.cache, "conversations")
     path = folder / f"{digest(VERSION, [*files], tokenizer.hash, tokenizer.chat_template, row_length, split)}.npz"
-    folder.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
         if not path.is_file():
             conversations, remarks = encode_conversations(files, chat, row_length)

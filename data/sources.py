@@ -138,7 +138,6 @@ def hub_files(dataset: str, revision: str, start: str, settings: DataSettings) -
         with reading_hub(f"hub:{dataset}"):
             info = HfApi().dataset_info(dataset, revision=revision, files_metadata=True)
         sizes = {file.rfilename: file.size for file in info.siblings}
-        list_file.parent.mkdir(parents=True, exist_ok=True)
         replace_text(list_file, json.dumps({"commit": info.sha, "sizes": sizes}))
     listed = read_json(list_file)
     return [

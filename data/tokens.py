@@ -123,7 +123,6 @@ def encode_blocks(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterat
 
 def prepare_units(files: Sequence[TextFile], tokenizer: Tokenizer, folder: Path) -> list[Unit]:
     """The units of files, made complete: first those that no other command is at, then what is left."""
-    folder.mkdir(parents=True, exist_ok=True)
     groups = defaultdict(list)  # the files of each unit
     bytes_before = 0
     for file in files:

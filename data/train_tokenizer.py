@@ -54,7 +54,6 @@ def trained_tokenizer(files: list[TextFile], settings: DataSettings, vocab_size:
     split = (settings.validation_fraction, settings.validation_salt)
     key = digest(VERSION, SMALL, vocab_size, split, sorted(TRAINER_OPTIONS.items()), files)
     folder = Path(settings.cache, "tokenizers", key)
-    folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
         with contextlib.suppress(UserError), reading(folder):
             tokenizer = load_tokenizer(folder / "tokenizer.json")  # the last file that is saved
