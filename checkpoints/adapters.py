@@ -44,8 +44,9 @@ def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[
             if (a.shape, b.shape) != ((rank, weight.shape[-1]), (len(weight), rank)):
                 raise ValueError(f"{matrix} has sizes {[*a.shape]} and {[*b.shape]}, and r is {rank}")
             weight.copy_(weight.float() + scale * (b.to(weight.device).float() @ a.to(weight.device).float()))
-        for name, tensor in tensors.items():
-            if not is_copy_of_base(name, tensor, stored):
+        for name, tensor in tensors.items():  # beside A and B of the head, PEFT writes a copy of the model's head
+            original = stored.get(name.removeprefix(PREFIX).replace(".base_layer.", "."))
+            if original is None or not torch.equal(original.read().to(tensor.dtype), tensor):
                 raise ValueError(f"{name} is not supported")
 
 
@@ -53,12 +54,6 @@ def fingerprint(stored: Mapping[str, StoredTensor]) -> str:
     """A hash of the last norm's weight, which every step that trains the model changes; "" where a norm has none."""
     last_norm = stored.get("model.norm.weight")
     return "" if last_norm is None else hashlib.sha256(last_norm.read().float().numpy()).hexdigest()[:16]
-
-
-def is_copy_of_base(name: str, tensor: Tensor, stored: Mapping[str, StoredTensor]) -> bool:
-    """Whether an adapter's tensor equals its model's: beside A and B of the head, PEFT writes the head itself."""
-    original = stored.get(name.removeprefix(PREFIX).replace(".base_layer.", "."))
-    return original is not None and torch.equal(original.read().to(tensor.dtype), tensor)
 
 
 def rank_and_scale(fields: dict) -> tuple[int, float]:

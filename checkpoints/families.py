@@ -137,8 +137,7 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
     """
     path = Path(directory) / "config.json"
     if tensors is None:
-        has_weights = check_format(path.parent)
-        tensors = stored_tensors(path.parent) if has_weights else {}
+        tensors = stored_tensors(path.parent) if check_format(path.parent) else {}
     if not path.is_file():
         raise UserError(f"{directory} has no config.json; give the directory of a model.")
     fields = read_json(path)
@@ -155,15 +154,11 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
     context = config.max_position_embeddings
     if context < fields.get("max_position_embeddings", 0):
         note(f"{path} has a sliding window, which is the context here: {context} tokens")
-    return with_trained_biases(config, fields["model_type"], tensors)
-
-
-def with_trained_biases(config: ModelConfig, model_type: str, tensors: Mapping[str, StoredTensor]) -> ModelConfig:
-    """Where transformers has trained a bias that the decoder would lack, the decoder gets it."""
-    if not any(tensors[name].read().any() for name in zero_biases(config, model_type) if name in tensors):
-        return config
-    trained = "norm_bias" if config.norm == "layer" else "attention_output_bias"
-    return dataclasses.replace(config, **{trained: True})
+    biases = (tensors[name].read() for name in zero_biases(config, fields["model_type"]) if name in tensors)
+    if any(bias.any() for bias in biases):  # transformers has trained them, so the decoder gets them
+        trained = "norm_bias" if config.norm == "layer" else "attention_output_bias"
+        config = dataclasses.replace(config, **{trained: True})
+    return config
 
 
 def zero_biases(config: ModelConfig, model_type: str | None = None) -> list[str]:
