@@ -55,11 +55,9 @@ def plain_messages(messages: Sequence[dict]) -> list[Message]:
 def plain_message(message: dict) -> Message:
     """One of `plain_messages`; `ValueError` for what is no text."""
     fields = {key: value for key, value in message.items() if value not in (None, [], {})}
-    role = fields.get("role", fields.get("from"))
-    content = fields.get("content", fields.get("value"))
+    other_role, other_content = fields.pop("from", None), fields.pop("value", None)  # ShareGPT's names
+    role, content = fields.pop("role", other_role), fields.pop("content", other_content)
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    if not all(isinstance(part, dict) for part in parts):
-        raise ValueError("a part of its content is no object with type and text")
     unsupported = [part["type"] for part in parts if part["type"] != "text"]
     unsupported += [key for key in ("tool_calls", "function_call") if key in fields]
     if unsupported:
@@ -68,8 +66,7 @@ def plain_message(message: dict) -> Message:
     if not all(isinstance(text, str) for text in (role, *texts)):
         raise ValueError("its role or its content is not text")
     plain = {"role": ROLES.get(role, role), "content": "".join(texts)}
-    renamed = ("role", "from", "content", "value")
-    plain |= {key: value for key, value in fields.items() if isinstance(value, str) and key not in renamed}
+    plain |= {key: value for key, value in fields.items() if isinstance(value, str)}
     "".join(plain.values()).encode("utf-8")  # JSON can have half a surrogate pair as an escape
     return plain
 
