@@ -14,11 +14,10 @@ import functools
 import hashlib
 import itertools
 from array import array
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from filelock import FileLock, Timeout
@@ -40,7 +39,7 @@ GROUP = 4_000_000  # characters that are encoded together, on all cores
 class Unit:
     """Files that are tokenized together."""
 
-    files: tuple[TextFile, ...]
+    files: Sequence[TextFile]
     tokenizer: Tokenizer
     path: Path  # file of the ids; the table lies beside it
 
@@ -105,32 +104,32 @@ def write_ids(file: BinaryIO, documents: Iterable[Document], tokenizer: Tokenize
 
 def encode_blocks(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[int, str, Sequence[int]]]:
     """The blocks of documents, each with the number of its document and its ids; `GROUP` characters at a time."""
-    numbers: list[int] = []
-    blocks: list[str] = []
-    characters = 0
-    for number, document in enumerate(documents):
-        for block in document:
-            numbers.append(number)
-            blocks.append(block)
-            characters += len(block)
-            if characters >= GROUP:
-                yield from zip(numbers, blocks, tokenizer.encode_batch(blocks), strict=True)
-                numbers.clear()
-                blocks.clear()
-                characters = 0
-    yield from zip(numbers, blocks, tokenizer.encode_batch(blocks), strict=True)
+    blocks = ((number, block) for number, document in enumerate(documents) for block in document)
+    for group in group_by_size(blocks, lambda numbered: len(numbered[1]), GROUP):
+        numbers, texts = zip(*group, strict=True)
+        yield from zip(numbers, texts, tokenizer.encode_batch(texts), strict=True)
+
+
+def group_by_size(items: Iterable, size_of: Callable[[Any], int], limit: int) -> Iterator[list]:
+    """Neighbours in groups of about the size `limit`: a group ends where the sum of all sizes passes a multiple."""
+    group = []
+    total = 0
+    for item in items:
+        group.append(item)
+        before, total = total, total + size_of(item)
+        if before // limit < total // limit:
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def prepare_units(files: Sequence[TextFile], tokenizer: Tokenizer, folder: Path) -> list[Unit]:
     """The units of files, made complete: first those that no other command is at, then what is left."""
-    groups = defaultdict(list)  # the files of each unit
-    bytes_before = 0
-    for file in files:
-        groups[bytes_before // UNIT_BYTES].append(file)
-        bytes_before += file.size
     units = []
-    for group in map(tuple, groups.values()):  # names, sizes and times of files stand for their text
-        units.append(Unit(group, tokenizer, folder / f"{digest(VERSION, group, tokenizer.hash)}.bin"))
+    for group in group_by_size(files, lambda file: file.size, UNIT_BYTES):
+        key = digest(VERSION, tuple(group), tokenizer.hash)  # names, sizes and times of files stand for their text
+        units.append(Unit(group, tokenizer, folder / f"{key}.bin"))
     missing = [unit for unit in units if not unit.is_complete()]
     for unit in tqdm(missing, "tokenizing", unit="unit", delay=2, disable=None):
         unit.prepare(timeout=0)
