@@ -255,7 +255,7 @@ def judge_pairs(path: Path, campaign: Campaign | None) -> None:
         if len(seeds) < 2 * LOOKS:
             log(f"note: {idea} has few pairs, {len(seeds)}: a test errs more often where differences are not normal")
         judgement = decide(pairs.to_numpy(), [len(seeds)], campaign.level if campaign else SIGNIFICANCE)
-        baseline = campaign.baseline if campaign else ""
+        baseline = campaign.baseline if campaign else "a"
         judgement = dataclasses.replace(judgement, baseline=baseline, idea=idea, unit=f"that of {path.name}")
         if campaign:
             campaign.add(judgement, seeds)

@@ -18,6 +18,7 @@ from files import replace_text, replacing
 from model.count import num_norm_parameters, num_parameters
 
 MISSING = "-"
+MEAN = "mean and 95% interval"
 COLUMNS = """p (Holm): of a paired t-test over the seeds, adjusted for the number of comparisons (Holm 1979), as
 intervals are not. p of equivalence: of two one-sided t-tests against the margin, adjusted likewise. std of a pair: of
 the differences over the seeds. Worth: training the baseline that much longer changes its loss as much, by the slope of
@@ -123,8 +124,12 @@ def write(study: Study, folder: Path) -> Path:
         compared[f"{c.arm}: {c.verdict}\n{rows[-1]['worth'] or ''}"] = c.effect
     if rows:
         save_table(folder / "differences", rows, narrow)
-    bases = ", ".join(dict.fromkeys(c.baseline for c in study.comparisons))
-    xlabel = f"loss minus that of {bases}, {study.unit}\nlower loss: better"
+    table_of_effects = [{"effect": e.name, **interval_columns(e), "p (Holm)": p} for e, p in grid_effects(study)]
+    if table_of_effects:
+        save_table(folder / "effects", table_of_effects, effect_rows(study))
+    bases = {c.baseline for c in study.comparisons}
+    base = bases.pop() if len(bases) == 1 else "the baseline"
+    xlabel = f"loss minus that of {base}, {study.unit}\nlower loss: better"
     effect_label = f"effect on the loss, {study.unit}"
     figures = {
         "differences": plots.forest(compared, xlabel, study.plan.margin),
@@ -150,13 +155,11 @@ def save_table(path: Path, rows: list[dict], narrow: list[dict]) -> None:
 
 def markdown_text(study: Study, folder: Path, drawn: Collection[str]) -> str:
     """report.md, with links to the pictures that are drawn. Empty sections are left out."""
-    mean = "mean and 95% interval"
     differences = []
     for c in study.comparisons:
         row = comparison_row(study, c)
         others = {name: row[name] for name in row if name not in ("unit", "mean", "low", "high")}
-        differences.append({"arm": row["arm"], f"{study.unit}, {mean}": with_interval(c.effect)} | others)
-    effects = [{"effect": e.name, mean: with_interval(e), "p (Holm)": p} for e, p in grid_effects(study)]
+        differences.append({"arm": row["arm"], f"{study.unit}, {MEAN}": with_interval(c.effect)} | others)
     changes = read_lines(folder / "changes.jsonl")
     judgement = read_judgement(folder)
     added = any(change["field"] == "seeds" for change in changes) and judgement is None
@@ -165,7 +168,7 @@ def markdown_text(study: Study, folder: Path, drawn: Collection[str]) -> str:
     machines = hours.agg([("runs", "size"), ("hours of training", "sum")])
     sections = [  # title, picture, text
         ("Differences", "differences", [about(study), table(differences), COLUMNS]),
-        ("Effects of the grid", "effects", [table(effects)]),
+        ("Effects of the grid", "effects", [table(effect_rows(study))]),
         ("Paired difference over steps, on at most 16,384 tokens of the validation text", "steps", []),
         ("Arms", None, [table(arm_row(study, arm) for arm in study.plan.all_arms), STREAM]),
         ("Learning rates", "sweep", [table(study.sweep.reset_index())]),
@@ -223,10 +226,7 @@ def comparison_row(study: Study, c: Comparison) -> dict:
     worth = study.in_steps(c.baseline, c.effect.estimate, c.effect.interval)
     return {
         "arm": c.effect.name,
-        "unit": study.unit,
-        "mean": c.effect.estimate,
-        "low": c.effect.interval[0],
-        "high": c.effect.interval[1],
+        **interval_columns(c.effect),
         "worth": worth and str(worth),
         "verdict": c.verdict,
         "p (Holm)": c.p_holm,
@@ -235,6 +235,17 @@ def comparison_row(study: Study, c: Comparison) -> dict:
         "std of a pair": c.deviation,
         "it would take": pairs_to_decide(c),
     }
+
+
+def interval_columns(effect: Effect) -> dict:
+    """What the CSV files have of a mean and its 95% interval."""
+    low, high = effect.interval
+    return {"unit": effect.unit, "mean": effect.estimate, "low": low, "high": high}
+
+
+def effect_rows(study: Study) -> list[dict]:
+    """The effects of a grid as report.md and LaTeX have them."""
+    return [{"effect": e.name, MEAN: with_interval(e), "p (Holm)": p} for e, p in grid_effects(study)]
 
 
 def arm_row(study: Study, name: str) -> dict:

@@ -117,11 +117,12 @@ class Comparison:
         """equivalent, lower, higher (than the baseline), different within the margin, or inconclusive: "after Holm" if
         only the adjustment for other comparisons leaves it open.
         """
-        different = self.p_holm < SIGNIFICANCE
-        if self.p_equivalence < SIGNIFICANCE and self.effect.n >= MIN_PAIRS_FOR_EQUIVALENCE:
-            return "different, within the margin" if different else "equivalent"
-        if different:
-            return "lower" if self.effect.estimate < 0 else "higher"
+        is_within = self.p_equivalence < SIGNIFICANCE
+        if self.p_holm < SIGNIFICANCE:
+            sign = "lower" if self.effect.estimate < 0 else "higher"
+            return "different, within the margin" if is_within else sign
+        if is_within and self.effect.n >= MIN_PAIRS_FOR_EQUIVALENCE:
+            return "equivalent"
         return "inconclusive after Holm" if self.effect.p < SIGNIFICANCE else "inconclusive"
 
     @property

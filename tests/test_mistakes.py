@@ -106,7 +106,7 @@ serve --prot 80 -> Unrecognized options: --prot, 80; see --help. Did you mean --
 plot nothere -> nothere has no metrics.jsonl; give the folder of a run
 plot -> no run is given; give folders of runs
 plot RUN RUN -> several runs need --out
-plot RUN --out loss.txt -> --out loss.txt must end in .png or .svg
+plot RUN --out loss.txt -> --out loss.txt must end in .png, .svg or .pdf
 """
 ROWS = [line.split(" -> ") for line in MISTAKES.strip().splitlines()]
 

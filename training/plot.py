@@ -74,7 +74,7 @@ def draw(runs: Sequence[Path], path: Path) -> None:
 
 
 def main(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path | None = None) -> None:
-    """Draw the losses of run folders into a picture, PNG or SVG; --out is needed unless it is loss.png of one run."""
+    """Draw the losses of run folders into a picture (PNG, SVG, PDF); --out is needed unless it is loss.png of one run."""
     if not runs:
         raise UserError("no run is given; give folders of runs, such as runs/tiny-rms.")
     if len(runs) > 1 and out is None:
@@ -83,8 +83,8 @@ def main(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path | None = None) 
         if not (run / metrics.NAME).is_file():
             raise UserError(f"{run} has no {metrics.NAME}; give the folder of a run, such as runs/tiny-rms.")
     path = out or runs[0] / "loss.png"
-    if path.suffix not in (".png", ".svg"):
-        raise UserError(f"--out {path} must end in .png or .svg.")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--out {path} must end in .png, .svg or .pdf.")
     draw(runs, path)
     print(printable(f"written: {path}"))
 

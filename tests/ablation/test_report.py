@@ -48,6 +48,13 @@ def test_the_numbers_are_those_of_the_study(finish, tmp_path):
     assert int(arm["parameters"].replace(",", "")) == num_parameters(config)
 
 
+def test_the_effects_of_a_grid_have_a_table(finish, tmp_path):
+    grid = finish(dataclasses.replace(PLAN, vary=PLAN.vary | {"qk_norm": [False, True]}, rerun_seeds=0), losses)
+    report.write(grid, tmp_path)
+    table = pd.read_csv(tmp_path / "effects.csv")
+    assert table["mean"].tolist() == pytest.approx([effect.estimate for effect in grid.effects]) and len(table) == 3
+
+
 def test_arms_that_are_open_unfinished_or_diverged_say_so(finish):
     pair = finish(PLAN, losses)
     grid = dataclasses.replace(PLAN, vary=PLAN.vary | {"qk_norm": [False, True]})

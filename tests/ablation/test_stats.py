@@ -75,4 +75,5 @@ def test_a_verdict_says_what_the_tests_say_and_fewer_than_five_pairs_are_never_e
     spread = np.array([0.001, -0.001, 0.0005, -0.0005, 0.0])
     assert comparison(spread).verdict == "equivalent" and comparison(spread[:4]).verdict == "inconclusive"
     assert comparison(spread + 0.003).verdict == "different, within the margin"
+    assert comparison(spread[:4] + 0.003).verdict == "different, within the margin"  # not "higher"
     assert (comparison(spread + 0.1).verdict, comparison(spread - 0.1).verdict) == ("higher", "lower")
