@@ -58,6 +58,8 @@ def plain_message(message: dict) -> Message:
     other_role, other_content = fields.pop("from", None), fields.pop("value", None)  # ShareGPT's names
     role, content = fields.pop("role", other_role), fields.pop("content", other_content)
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    if not all(isinstance(part, dict) for part in parts):
+        raise ValueError("a part of its content is no object with type and text")
     unsupported = [part["type"] for part in parts if part["type"] != "text"]
     unsupported += [key for key in ("tool_calls", "function_call") if key in fields]
     if unsupported:

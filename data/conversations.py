@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from data.batches import IGNORED, Batch, windows_by_epoch
 from data.chat import ChatFormat, Message, add_chat_template, plain_messages
-from data.readers import MESSAGES, ROW_FORMATS, decode, read_rows
+from data.readers import MESSAGES, ROW_FORMATS, decode, read_rows, unix_lines
 from data.settings import DataSettings
 from data.sources import TextFile
 from data.split import DOCUMENT, VALIDATION, content_hash, split_documents
@@ -31,7 +31,7 @@ from errors import UserError, counted, note, reading
 from files import digest, replacing
 
 SHOWN_LINES = 20
-VERSION = 9  # version of the files; raised when the same conversations and tokenizer would give other rows or remarks
+VERSION = 10  # version of the files; raised when the same conversations and tokenizer would give other rows or remarks
 
 
 @dataclass(frozen=True)
@@ -220,6 +220,7 @@ def messages_of(row: dict) -> tuple[list[Message], set[str]]:
     if row.get("system") and messages[0]["role"] != "system":
         messages = plain_messages([{"role": "system", "content": row["system"]}, *messages])
         used.add("system")
+    messages = [{key: unix_lines(text) for key, text in message.items()} for message in messages]
     keys = {key for fields in (row, *row[name]) for key, value in fields.items() if value not in (None, "", [], {})}
     return messages, keys - used.union(*messages)
 

@@ -51,10 +51,8 @@ def why_left_out(file: TextFile) -> str:
 
 
 def read_blocks(path: Path) -> Iterator[str]:
-    """A text file in blocks of complete lines, beyond which no id of our tokenizers reaches; longer lines are cut.
-
-    Line ends of other systems, \\r\\n and \\r, become \\n.
-    """
+    """A text file in blocks of complete lines, beyond which no id of our tokenizers reaches; longer lines are cut. Line
+    ends are those of `unix_lines`."""
     with reading(path, TO_UTF8), open(path, "rb") as file:
         encoding = "utf-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
     with reading(path, TO_UTF8), open(path, encoding=encoding) as file:
@@ -107,4 +105,9 @@ def text_of(row: dict, field: str) -> str:
         raise ValueError(f"{field!r} is {type(row[field]).__name__}, not text")
     text = row[field] or ""
     text.encode("utf-8")  # JSON can have half a surrogate pair as an escape
-    return text
+    return unix_lines(text)
+
+
+def unix_lines(text: str) -> str:
+    """The text with \\n for line ends of other systems, as prompts have it."""
+    return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -167,7 +167,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if path.is_dir():
         path /= "tokenizer.json" if (path / "tokenizer.json").is_file() else "tokenizer.model"
     if not path.is_file():
-        raise UserError(f"there is no {path}; give a tokenizer.model, a tokenizer.json, or a folder with one of them.")
+        fix = "give a tokenizer.model, a tokenizer.json, or a folder with one, such as runs/NAME/best"
+        raise UserError(f"there is no {path}; {fix}.")
     beside = [path.parent / name for name in FILES if name != path.name]
     files = {file.name: file.read_bytes() for file in (*beside, path) if file.is_file()}
     content = files.pop(path.name)

@@ -74,7 +74,7 @@ def draw(runs: Sequence[Path], path: Path) -> None:
 
 
 def main(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path | None = None) -> None:
-    """Draw the losses of run folders into a picture (PNG, SVG, PDF); --out is needed unless it is loss.png of one run."""
+    """Draw the losses of runs into a picture, PNG, SVG or PDF; --out is needed unless it is loss.png of one run."""
     if not runs:
         raise UserError("no run is given; give folders of runs, such as runs/tiny-rms.")
     if len(runs) > 1 and out is None:

@@ -15,7 +15,7 @@ import transformers
 from pyarrow import parquet
 
 from data.chat import ChatFormat, add_chat_template
-from data.conversations import Conversation, Conversations, encode_conversation, pack
+from data.conversations import Conversation, Conversations, encode_conversation, messages_of, pack
 from data.corpus import prepare
 from data.python_chat import questions_and_answers
 from data.settings import DataSettings
@@ -278,3 +278,8 @@ def test_questions_about_python_come_from_its_own_docstrings():
     assert pairs["What are the arguments of shutil.copymode?"] == f"It is called as {signature}."
     assert pairs["What are the arguments of os.path.join?"] == "It is called as join(a, *p)."
     assert not any(re.search(r"\b_|ntpath|\n", question) for question in pairs if question.startswith("What "))
+
+
+def test_line_ends_of_other_systems_become_newlines():
+    messages, _ = messages_of({"messages": [{"role": "user", "content": "a\r\nb\rc"}]})
+    assert messages == [{"role": "user", "content": "a\nb\nc"}]
