@@ -234,7 +234,11 @@ def find_plan(name: str) -> Path:
 def load_plan(path: Path) -> Plan:
     """Read a plan; its default name is that of its file, or of the folder of a plan.toml."""
     name = path.parent.name if path.name == "plan.toml" else path.stem
-    return read_table(path, Plan, {"name": name} | read_toml(path))
+    values = {"name": name} | read_toml(path)
+    for key in values.keys() & TYPES.keys() - {f.name for f in dataclasses.fields(Plan)}:
+        fix = f"write vary = {{{key} = [VALUE]}} for all arms, or give it in arms"
+        raise UserError(f"{path}: {key} is a setting of train.py; {fix}.")
+    return read_table(path, Plan, values)
 
 
 def save_plan(plan: Plan, path: Path) -> None:

@@ -262,6 +262,8 @@ def read_table(path: Path, kind: type, values: dict) -> Any:
                     fix += " If another version of this code wrote it, remove the line."
                 raise UserError(f"{path}: unknown key {name}.{fix or ' Known: ' + ', '.join(types)}")
             if dataclasses.is_dataclass(types[name]):
+                if not isinstance(value, dict):
+                    raise UserError(f"{path}: {name} is a table; write [{name}] on a line above its keys.")
                 values[name] = read_table(path, types[name], value)
         try:
             return kind(**values)

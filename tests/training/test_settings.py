@@ -73,6 +73,7 @@ def test_norm_bias_is_a_pair_of_flags_and_reads_back_as_it_was_saved(tmp_path):
         ("[optimizer]\nlearning_rat = 1\n", "Did you mean learning_rate?"),
         ("[optimiser]\nsteps = 1\n", "Did you mean optimizer?"),
         ("steps = 1\n", "unknown key steps. It belongs in .optimizer."),
+        ('data = ["x"]\n', "data is a table; write .data. on a line above"),
         ("[optimizer\n", "cannot be read"),
         ('[optimizer]\nsteps = "many"\n', "steps is 'many': Expected `int`, got `str`"),
         ("[optimizer]\nsteps = 0\n", "steps is 0: it must be at least 1"),
