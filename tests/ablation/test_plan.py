@@ -88,7 +88,7 @@ def test_every_plan_of_the_project_has_arms_and_reads_back_as_it_was_saved(tmp_p
         save_plan(plan, tmp_path / "plan.toml")
         assert load_plan(tmp_path / "plan.toml") == plan
     (tmp_path / "plan.toml").write_text('data = ["x"]')
-    with pytest.raises(UserError, match="data is a setting of train.py; write vary = "):
+    with pytest.raises(UserError, match=r"data is a setting of train\.py; write vary = "):
         load_plan(tmp_path / "plan.toml")
 
 
