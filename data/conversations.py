@@ -184,7 +184,7 @@ def encode_conversations(
     remarks = [f"{remark}: {len(rows):,} (the first: {rows[0]})" for remark, rows in places.items()]
     if spelled:
         some = "".join(character for character, _ in spelled.most_common(10))
-        fix = "the base model learns them from text that has them"
+        fix = "train a new base model on text that has them, such as these conversations"
         remarks.append(f"{counted(len(spelled), 'character')} without a token, spelled in bytes ({some}); {fix}")
     return conversations, remarks
 

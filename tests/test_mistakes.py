@@ -94,7 +94,7 @@ train --input /a/path/to/a/folder/of/texts/columns/text.txt -> .* /a/path/to/a/f
 train --steps abc -> --steps is 'abc', no whole number; see --help
 train --steps -> --steps needs a value after it; see --help
 train --dtype RMS -> invalid choice 'RMS' for argument '--dtype'. Expected one of .*; see --help
-train --norm RMS -> norm is 'RMS': it must be one of rms, layer, .* Did you mean rms\?
+train --norm RMS -> norm is 'RMS': it must be one of .*rms, .* Did you mean rms\?
 generate RUN --prompt a --temprature 1 -> Unrecognized options: .* Did you mean --temperature\?
 ablate --norm layer -> --norm is a setting of train.py; --vary norm=VALUE sets it in all runs, --vary
 ablate --vary norm=layer,rms --vary data=nothere -> no file, folder or known text is called "nothere"

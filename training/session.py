@@ -175,10 +175,10 @@ def print_advice(settings: Settings, corpus: Text, tokens: int) -> None:
     fewer = max(50, 10 * tokens // (settings.data.batch_size * settings.data.sequence_length))  # 10 epochs
     warmup = settings.optimizer.warmup_steps
     if steps >= 2 * fewer:
-        shorter = f"--steps {fewer}" + (f" --warmup-steps {fewer // 10}" if warmup >= fewer else "")
+        shorter = f"--steps {fewer}" + (f" --warmup-steps {fewer // 10}" if 4 * warmup > fewer else "")
         print(f"note: a text is learned by heart when it is read so often; give more text, or {shorter}")
-    if warmup >= steps >= 10:
-        print(f"note: the learning rate rises until the last step; better is --warmup-steps {steps // 10}")
+    if 2 * warmup > steps >= 10:
+        print(f"note: the learning rate rises until step {min(warmup, steps)}; better is --warmup-steps {steps // 10}")
     parent = settings.run.init_from
     is_new_to_chats = False
     if corpus.chat is not None and parent is not None:
