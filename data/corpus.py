@@ -136,7 +136,7 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
     lines = [
         f"{counted(len(documents), 'document')} ({dropped} dropped), {size / 1e6:.2f} MB, hash {text_hash[:12]}",
         f"{len(train):,} tokens to train on, {of_train}, vocabulary {tokenizer.vocab_size:,}",
-        f"{len(validation):,} for validation ({source}, {validation_bytes / 1e6:.2f} MB)",
+        f"{len(validation):,} for validation ({source}, {validation_bytes / 1e6:.2g} MB)",
     ]
     bytes_per_token = size / (len(train) + len(validation))
     starts = np.flatnonzero(validation == tokenizer.document_start)[:3].tolist() or [0]

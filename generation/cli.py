@@ -82,6 +82,8 @@ def print_texts(
         else:
             print_in_order(tokens, streams)
             write("\n\n" if start + len(batch) < len(samples) else "\n")
+        if settings.chat and not all(stream.text for stream in streams):
+            log("an answer is empty: the model ended it at once")
         if any(stream.end == "context" for stream in streams):
             log("a text ends where the model's context is full")
 

@@ -128,8 +128,10 @@ def to_choices(request: Request, pieces: Sequence[Piece]) -> list[dict]:
                 choice["logprobs"]["tokens"] = [token["token"] for token in tokens]
                 choice["logprobs"]["token_logprobs"] = [token["logprob"] for token in tokens]
                 # Of tokens with the same text, such as parts of characters, the likeliest remains.
-                likeliest = [reversed(token["top_logprobs"]) for token in tokens]
-                choice["logprobs"]["top_logprobs"] = [{t["token"]: t["logprob"] for t in top} for top in likeliest]
+                listed = [[token, *reversed(token["top_logprobs"])] for token in tokens]
+                choice["logprobs"]["top_logprobs"] = [
+                    {t["token"]: t["logprob"] for t in top if t["logprob"] is not None} for top in listed
+                ]
         choices.append(choice)
     return choices
 

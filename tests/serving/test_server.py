@@ -110,7 +110,7 @@ def test_logprobs_of_an_answer_are_those_of_its_text_and_its_ids_continue_it(cli
     same = [{"token": "a", "logprob": -i} for i in range(3)]
     token = {"token": "b", "logprob": 0, "top_logprobs": same}
     [choice] = to_choices(CompletionRequest(model="text", sampling=Sampling()), [Piece(0, "b", token)])
-    assert choice["logprobs"]["top_logprobs"] == [{"a": 0}]
+    assert choice["logprobs"]["top_logprobs"] == [{"b": 0, "a": 0}]  # that of the token, too, as in OpenAI's
     request = CompletionRequest(model="text", sampling=Sampling(), logprobs=0)
     [choice] = to_choices(request, [Piece(0, "", end="stop")])  # it ended at once
     assert choice["logprobs"]["tokens"] == choice["logprobs"]["token_logprobs"] == []
