@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data.settings import DataSettings
-from errors import UserError, note
+from errors import UserError, counted, note
 from files import read_json, replace_text
 
 # What a file's name ends in -> how it is read.
@@ -100,6 +100,9 @@ def note_left_out(name: str, paths: Iterable[str]) -> None:
         counts = ", ".join(f"{count} {suffix}" for suffix, count in left_out.most_common(8))
         folders = ", and name folders in --data" if "folder" in left_out else ""
         note(f"left out of {name}: {counts}; export what should be read as .txt{folders}")
+    empty = [path for path in paths if find_format(path) and os.path.isfile(path) and not os.path.getsize(path)]
+    if empty:
+        note(f"{counted(len(empty), 'file')} of {name} without text (the first: {empty[0]})")
 
 
 def find_format(path: str | Path) -> str | None:
