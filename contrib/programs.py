@@ -238,11 +238,16 @@ def difference(ours: object, theirs: object) -> str:
         return f"{key!r:.24} {difference(ours.get(key, 'refused'), theirs.get(key, 'refused'))}"
     if type(ours) is type(theirs) and isinstance(ours, str | list):
         start = len(os.path.commonprefix([ours, theirs]))  # noqa: RUF071 - no paths
-        mine, other = (f"{x[start : start + 16]!r}{' ...' * (len(x) > start + 16)}" for x in (ours, theirs))
-        return f"from {start}: ours {mine}, theirs {other}"
+        return f"from {start}: ours {sixteen_from(ours, start)}, theirs {sixteen_from(theirs, start)}"
     if isinstance(ours, float) and isinstance(theirs, int | float):
         return f"ours {ours:.7g}, theirs {theirs:.7g}"
     return f"ours {ours!r:.24}, theirs {theirs!r:.24}"
+
+
+def sixteen_from(answer: str | list, start: int) -> str:
+    """The next 16 characters or ids, and dots where there are more."""
+    shown = repr(answer[start : start + 16])
+    return shown if len(answer) <= start + 16 else f"{shown} ..."
 
 
 if __name__ == "__main__":

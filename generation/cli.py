@@ -83,7 +83,7 @@ def print_texts(
             print_in_order(tokens, streams)
             write("\n\n" if start + len(batch) < len(samples) else "\n")
         if settings.chat and not all(stream.text for stream in streams):
-            log("an answer is empty: the model ended it at once")
+            log("an answer is empty: it ended at once")
         if any(stream.end == "context" for stream in streams):
             log("a text ends where the model's context is full")
 

@@ -77,7 +77,7 @@ class Conversation:
         if end in reasons:
             log(reasons[end])
         elif not stream.text:
-            log("the answer is empty: the model ended it at once")
+            log("the answer is empty: it ended at once")
 
     def drop_oldest_turns(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
         """The messages and their ids; without the oldest turns if there is no room for an answer."""

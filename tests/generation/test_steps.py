@@ -15,8 +15,10 @@ from generation.steps import MAX_GPU_SEQUENCES, GpuDecodeStep, decode_step
 from tests.checkpoints.test_transformers import YARN
 from tests.generation import test_cpu_step
 
-NEEDS_TRITON = pytest.mark.skipif(kernels.gpu is None, reason="Triton is not installed")
-pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("few_programs")]
+pytestmark = [
+    pytest.mark.skipif(kernels.gpu is None, reason="Triton is not installed"),
+    pytest.mark.usefixtures("few_programs"),
+]
 
 VARIANTS = {
     "rms": {},
