@@ -71,8 +71,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"chat_template": template}))
     texts = tmp_path_factory.mktemp("texts")
-    texts = [f"Document {n} é 漢字\n" * (n % 7 + 1) for n in range(30)]
-    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    documents = [f"Document {n} é 漢字\n" * (n % 7 + 1) for n in range(30)]
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in documents)
     for name in ("a.txt", "b.jsonl", "c.jsonl"):
         (texts / name).write_text(rows, encoding="utf-8")
     return {"model": folder / "RUN/best", "chat": folder / "RUN/best", "run": folder / "RUN", "texts": texts}
