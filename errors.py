@@ -126,8 +126,9 @@ def exit_on_user_error() -> Iterator[None]:
         exit_with("stopped.", 130)
     except ModuleNotFoundError as error:
         names = next((group for group in TOGETHER if error.name in group.split()), error.name)
-        fix = f"pip install {names} (more that is optional: requirements-dev.txt)"
-        exit_with(f"error: this needs the package {error.name}: {fix}", 2)
+        required = Path(__file__).with_name("requirements.txt").read_text("utf-8")
+        names = "-r requirements.txt" if f"\n{names}>" in required else names
+        exit_with(f"error: this needs the package {error.name}: pip install {names}", 2)
     except (UserError, OSError) as error:
         if show_traceback:
             sys.excepthook(*sys.exc_info())

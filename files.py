@@ -18,7 +18,15 @@ LOCK = ".lock"  # name of the lock file in a folder; the system releases the loc
 def read_json(path: Path) -> dict:
     """The JSON object in a file; an empty one if there is no file."""
     with reading(path):
-        return dict(json.loads(path.read_bytes())) if path.is_file() else {}  # not of a named pipe
+        return parse_object(path.read_bytes()) if path.is_file() else {}  # not of a named pipe
+
+
+def parse_object(text: bytes) -> dict:
+    """The JSON object that a text is."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"it is of type {type(value).__name__}, not an object")
+    return value
 
 
 def read_toml(path: Path) -> dict:

@@ -1,4 +1,4 @@
-"""Types of settings: the range of a number, and what the command line says of a value that may be absent."""
+"""The command line of all programs, read by tyro: types of settings, and what is said of a flag that is wrong."""
 
 import contextlib
 import dataclasses
@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
 import tyro
@@ -34,7 +34,8 @@ def optional(metavar: str, **options: object) -> object:
 
 
 # Flags with all their values after one name.
-LISTS = "--data --freeze --sample-prompts --learning-rates --lr --perturbations --with --dtypes --norms".split()
+LISTS = ("--data", "--freeze", "--sample-prompts", "--learning-rates", "--lr", "--perturbations", "--with")
+LISTS += ("--dtypes", "--norms", "--shapes", "--prompts", "--sequences", "--programs")
 OptionalInt = Annotated[PositiveInt | None, optional("INT")]
 
 
@@ -61,23 +62,31 @@ def check_fields(table: object) -> None:
         object.__setattr__(table, field.name, value)  # it is frozen
 
 
-def check_arguments(arguments: list[str]) -> None:
+def flag_names(kind: Callable) -> set[str]:
+    """The names of a function's arguments or a dataclass's fields, and of those within them."""
+    hints = get_type_hints(kind)
+    inner = (flag_names(hint) for hint in hints.values() if dataclasses.is_dataclass(hint))
+    return set(hints).union(*inner)
+
+
+def check_arguments(arguments: list[str], kind: Callable) -> None:
     """`UserError` for a flag of several values that is given twice, as the last alone would count; and for one that
-    begins with other dashes, as Chinese keyboards and text processors write them."""
+    begins with other dashes, as Chinese keyboards and text processors write them. Other texts may."""
     names = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
     for name in LISTS:
         if names.count(name) > 1:
             raise UserError(f"{name} is given twice; give it once, with all its values.")
     for argument in arguments:
         flag = argument.lstrip("-\u2010\u2013\u2014\uff0d")
-        if re.match("-*[\u2010\u2013\u2014\uff0d]", argument) and re.fullmatch("[a-z][a-z-]+(=.*)?", flag):
+        has_other_dash = re.match("-*[\u2010\u2013\u2014\uff0d]", argument)
+        if has_other_dash and flag.partition("=")[0].replace("-", "_") in flag_names(kind):
             raise UserError(f"{argument} begins with another dash; write two hyphens: --{flag}")
 
 
 def parse_flags(kind: Callable, **options: object) -> Any:
     """`tyro.cli`, with a `UserError` in place of its box about a flag or value that it does not accept."""
     arguments = options.get("args", sys.argv[1:])
-    check_arguments(arguments)
+    check_arguments(arguments, kind)
     if {"-h", "--help"} & {*arguments}:
         return tyro.cli(kind, **options)
     box = io.StringIO()

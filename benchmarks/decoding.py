@@ -228,7 +228,7 @@ def bytes_read(case: Case) -> float:
 
 def measure(
     shapes: tuple[Literal[*SHAPES], ...] = ("26m",),
-    prompt: tuple[int, ...] = (1,),
+    prompts: tuple[int, ...] = (1,),
     sequences: tuple[int, ...] = (1, 8),
     dtypes: tuple[Literal[*WEIGHT_BYTES], ...] = (*WEIGHT_BYTES,),
     programs: tuple[Literal[*PROGRAMS], ...] = USUAL,
@@ -239,7 +239,7 @@ def measure(
     """Time decoding on every combination, beside other programs and the time it takes to read the weights.
 
     Args:
-        prompt: Tokens before.
+        prompts: Tokens before.
         turns: Turns of each program.
         tokens: Tokens of a sequence in a turn.
         llama2c: llama2.c's program, built with `make runomp`.
@@ -251,7 +251,7 @@ def measure(
     device = timing.default_device()
     limit = partial(timing.reading, device)
     tables = []
-    for combination in itertools.product(shapes, prompt, sequences, dtypes):
+    for combination in itertools.product(shapes, prompts, sequences, dtypes):
         case = Case(*combination, tokens, device.type, llama2c)
         makers = {name: partial(PROGRAMS[name], case) for name in programs if is_possible(name, case)}
         title = f"{case.shape}, {case.dtype}, {case.sequences} sequences after {case.prompt} tokens"

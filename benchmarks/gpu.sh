@@ -45,9 +45,9 @@ step train-layer "${train[@]}" "$scratch/layer" --norm layer
 step 124m-rms "${training[@]}" --config 124m --norms rms \
     --variants "$ours" torch.compile "transformers and torch.compile"
 step 124m-layer "${training[@]}" --config 124m --norms layer --variants "$ours" torch.compile
-step decoding-124m "${decoding[@]}" --shapes 124m --sequences 1 8 --prompt 128
-step decoding-1b "${decoding[@]}" --shapes 1b --sequences 1 8 --prompt 128
-step decoding-1b-4000 "${decoding[@]}" --shapes 1b --sequences 1 4 8 --prompt 4000
+step decoding-124m "${decoding[@]}" --shapes 124m --sequences 1 8 --prompts 128
+step decoding-1b "${decoding[@]}" --shapes 1b --sequences 1 8 --prompts 128
+step decoding-1b-4000 "${decoding[@]}" --shapes 1b --sequences 1 4 8 --prompts 4000
 step 1b-rms "${training[@]}" --config 1b --norms rms --variants "$ours" # two variants or norms may need too much memory
 step 1b-plain "${training[@]}" --config 1b --norms rms --variants torch.compile
 step 1b-layer "${training[@]}" --config 1b --norms layer --variants "$ours"

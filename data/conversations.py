@@ -25,7 +25,7 @@ from data.chat import ChatFormat, Message, add_chat_template, plain_messages
 from data.readers import MESSAGES, ROW_FORMATS, decode, read_rows, unix_lines
 from data.settings import DataSettings
 from data.sources import TextFile
-from data.split import DOCUMENT, VALIDATION, content_hash, split_documents
+from data.split import VALIDATION, content_hash, split_documents
 from data.tokenizer import Tokenizer
 from errors import UserError, counted, note, reading
 from files import digest, replacing
@@ -91,7 +91,7 @@ def row_batches(rows: np.ndarray, batch_size: int) -> Iterator[Batch]:
 def batch_of(rows: np.ndarray) -> Batch:
     """Rows, see `Conversations.train`, as inputs and targets; those that are not learned are `IGNORED`."""
     ids, learned, documents = rows.astype(np.int64)
-    return Batch(ids[:, :-1], np.where(learned, ids, IGNORED)[:, 1:], documents[:, :-1])
+    return Batch(ids[:, :-1].copy(), np.where(learned, ids, IGNORED)[:, 1:].copy(), documents[:, :-1].copy())
 
 
 def find_conversations(files: Sequence[TextFile]) -> str | None:
@@ -138,18 +138,18 @@ def pack_split(conversations: dict[int, Conversation], settings: DataSettings, d
     if len(conversations) < 2:
         few = counted(len(conversations), "different conversation")
         raise UserError(f"the files have {few}, too few to learn from; give more.")
-    # Their size in the table is in tokens, not bytes: at most about MAX_VALIDATION tokens are for validation.
-    table = [(key, len(conversation.ids), len(conversation.ids)) for key, conversation in conversations.items()]
-    is_held_out = split_documents(np.array(table, DOCUMENT), settings) == VALIDATION
+    lengths = np.array([len(conversation.ids) for conversation in conversations.values()])
+    is_held_out = split_documents(np.array([*conversations], np.uint64), lengths, settings) == VALIDATION
     if not is_held_out.any():
         is_held_out[-1] = True
+    held_out = [*itertools.compress(conversations.values(), is_held_out)]
+    parts = {"train": [*itertools.compress(conversations.values(), ~is_held_out)], "validation": held_out}
     rows, sizes = {}, []
-    for name, mask in (("train", ~is_held_out), ("validation", is_held_out)):
-        chosen = [*itertools.compress(conversations.values(), mask)]
+    for name, chosen in parts.items():
         rows[name] = pack(chosen, settings.sequence_length + 1, dtype)
         learned = f"{rows[name][1].sum():,} tokens to learn in {counted(rows[name].shape[1], 'row')}"
         sizes.append(f"{counted(len(chosen), 'conversation')}, {learned}")
-    questions = [message["content"] for message in chosen[0].messages if message["role"] == "user"] or ["Hello."]
+    questions = [message["content"] for message in held_out[0].messages if message["role"] == "user"] or ["Hello."]
     text_hash = digest(*conversations)
     description = f"{sizes[0]}, hash {text_hash[:12]}\n  for validation {sizes[1]}"
     return rows | {"text_hash": text_hash, "description": description, "question": questions[0]}
@@ -184,7 +184,7 @@ def encode_conversations(
     remarks = [f"{remark}: {len(rows):,} (the first: {rows[0]})" for remark, rows in places.items()]
     if spelled:
         some = "".join(character for character, _ in spelled.most_common(10))
-        fix = "train a new base model on text that has them, such as these conversations"
+        fix = "train a new base model on text that has them, such as these (--text-field messages)"
         remarks.append(f"{counted(len(spelled), 'character')} without a token, spelled in bytes ({some}); {fix}")
     return conversations, remarks
 
@@ -205,7 +205,9 @@ def encode_conversation(row: dict, chat: ChatFormat, row_length: int) -> tuple[C
     length = len(ids)
     if length > row_length:
         length = max(np.flatnonzero(ends_answer[:row_length]), default=-1) + 1
-    if not learned[1:length].any():
+    if not learned[1:].any():
+        remarks.append("conversations dropped, as they have no answer to learn")
+    elif not learned[1:length].any():
         remarks.append("conversations dropped, as no answer is left to learn within --sequence-length")
     elif length < len(ids):
         remarks.append("conversations cut after the last answer that fits into --sequence-length")

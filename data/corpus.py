@@ -74,8 +74,11 @@ class Corpus:
 Text = Corpus | Conversations
 
 
-def prepare(settings: DataSettings, tokenizer: str | Path | None = None, vocab_size: int = 4096) -> Text:
-    """What --data names, by the tokenizer in a file or folder or, if None, a new one of at most `vocab_size` pieces."""
+def prepare(settings: DataSettings, tokenizer: str | Path | None = None, vocab_size: int | None = 4096) -> Text:
+    """What --data names, by the tokenizer in a file or folder or, if None, a new one of at most `vocab_size` pieces.
+
+    vocab_size: of a model, which must have all ids of the tokenizer; None: a model will be made for it.
+    """
     files = resolve(settings)
     chat_file = find_conversations(files)
     if tokenizer:
@@ -85,6 +88,7 @@ def prepare(settings: DataSettings, tokenizer: str | Path | None = None, vocab_s
     else:
         fix = f"give a model to teach them with --init-from, or a --tokenizer, or leave out {chat_file}"
         raise UserError(f"{', '.join(settings.data)} has conversations; {fix}.")
+    vocab_size = vocab_size or loaded.vocab_size
     check_vocabulary(loaded, vocab_size)
     if chat_file is None:
         return split_text(files, settings, loaded)
@@ -111,7 +115,7 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
     """The documents of all files for training and for validation or, where none is held out, the end of the text."""
     units = prepare_units(files, tokenizer, Path(settings.cache, "units"))
     table = np.concatenate([unit.table for unit in units])
-    kinds = split_documents(table, settings)
+    kinds = split_documents(table["hash"], table["bytes"], settings)
     documents = table[kinds != DUPLICATE]
     size = int(documents["bytes"].sum())
     share = min(settings.validation_fraction * size, MAX_VALIDATION)

@@ -3,13 +3,14 @@
 import codecs
 import functools
 import gzip
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from data.chat import plain_message
 from data.python_chat import questions_and_answers
 from data.sources import TextFile
 from errors import UserError, note, reading
+from files import parse_object
 
 BLOCK = 1 << 17  # characters of a text file that are read at a time, and then up to the end of a line
 ROWS = 256  # rows of parquet that are decoded at a time
@@ -92,18 +93,17 @@ ROW_FORMATS = {"jsonl": read_lines, "parquet": read_parquet, "python-chat": lamb
 
 
 def decode(row: bytes | dict) -> dict:
-    row = json.loads(row) if isinstance(row, bytes) else row
-    if not isinstance(row, dict):
-        raise ValueError(f"the line is of type {type(row).__name__}, not an object")
-    return row
+    return parse_object(row) if isinstance(row, bytes) else row
 
 
 def text_of(row: dict, field: str) -> str:
     if field not in row:
         raise ValueError(f"no field {field!r} among {', '.join(row)}")
-    if not isinstance(row[field], str | None):
-        raise ValueError(f"{field!r} is {type(row[field]).__name__}, not text")
     text = row[field] or ""
+    if field in MESSAGES:
+        text = "\n".join(plain_message(message)["content"] for message in text)
+    if not isinstance(text, str):
+        raise ValueError(f"{field!r} is {type(text).__name__}, not text")
     text.encode("utf-8")  # JSON can have half a surrogate pair as an escape
     return unix_lines(text)
 

@@ -25,19 +25,19 @@ def may_be_held_out(hashes: np.ndarray, settings: DataSettings) -> np.ndarray:
     return mix(hashes ^ mix(np.array([settings.validation_salt], np.uint64))) < limit
 
 
-def split_documents(table: np.ndarray, settings: DataSettings) -> np.ndarray:
-    """TRAIN, VALIDATION or DUPLICATE for each row of `DOCUMENT`.
+def split_documents(hashes: np.ndarray, sizes: np.ndarray, settings: DataSettings) -> np.ndarray:
+    """TRAIN, VALIDATION or DUPLICATE for each document, given by its hash and its bytes (tokens, of a conversation).
 
     Of equal documents the first is kept. Candidates become validation documents in order, until they hold 4 MB; one
     that would bring them above twice their share is skipped. With no training document left, there are none.
     """
-    _, first = np.unique(table["hash"], return_index=True)
-    kinds = np.full(len(table), DUPLICATE, np.uint8)
+    _, first = np.unique(hashes, return_index=True)
+    kinds = np.full(len(hashes), DUPLICATE, np.uint8)
     kinds[first] = TRAIN
-    most = 2 * min(settings.validation_fraction * float(table["bytes"][first].sum()), MAX_VALIDATION)
+    most = 2 * min(settings.validation_fraction * float(sizes[first].sum()), MAX_VALIDATION)
     taken = 0
-    for row in np.flatnonzero(may_be_held_out(table["hash"], settings)):
-        size = int(table["bytes"][row])
+    for row in np.flatnonzero(may_be_held_out(hashes, settings)):
+        size = int(sizes[row])
         if kinds[row] == TRAIN and taken < MAX_VALIDATION and taken + size <= most:
             kinds[row] = VALIDATION
             taken += size

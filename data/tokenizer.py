@@ -21,7 +21,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from data.special_tokens import NAMED, add_tokens, find_bos, find_eos
 from errors import UserError, reading
-from files import replacing
+from files import parse_object, replacing
 
 # What is saved with a model. llama.cpp needs the scores in tokenizer.model; generation_config.json has all EOS ids.
 FILES = ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
@@ -140,7 +140,7 @@ class Tokenizer:
 
     def fields(self, name: str) -> dict:
         with reading(self.folder / name):
-            return dict(json.loads(self.files.get(name, b"{}")))
+            return parse_object(self.files.get(name, b"{}"))
 
     @property
     def chat_template(self) -> str | None:
@@ -176,9 +176,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return Tokenizer(files | {"tokenizer.json": content}, path.parent)
     from data.tokenizer_json import tokenizer_files
 
+    files = files if path.name == "tokenizer.model" else {}
+    with reading(path.parent / "tokenizer_config.json"):
+        config = parse_object(files.get("tokenizer_config.json", b"{}"))
     with reading(path, "give a tokenizer.json, or a byte-pair encoding with byte fallback that leaves text as it is"):
-        files = files if path.name == "tokenizer.model" else {}
-        config = json.loads(files.get("tokenizer_config.json", b"{}"))
         kept = {key: config[key] for key in (*NAMED, *CONFIG_FIELDS) if key in config}
         made = tokenizer_files(content, kept, "chat_template.jinja" in files or bool(kept.get("chat_template")))
     return Tokenizer(files | {"tokenizer.model": content} | made, path.parent)
@@ -204,5 +205,5 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     special = {i for i, token in tokenizer.added_tokens.items() if token.special}
     needed = 1 + max({*tokenizer.vocabulary.values()} - special | {tokenizer.eos_id, tokenizer.document_start})
     if needed > vocab_size:
-        fix = f"needs the tokenizer that it was trained with, and a new one --vocab-size {needed} or more"
-        raise UserError(f"the tokenizer has {needed:,} ids but the model only {vocab_size:,}; a trained model {fix}.")
+        fix = "give the tokenizer that the model was trained with"
+        raise UserError(f"the tokenizer has {needed:,} ids but the model only {vocab_size:,}; {fix}.")

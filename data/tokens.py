@@ -27,7 +27,7 @@ from data.readers import Document, read_documents, why_left_out
 from data.sources import TextFile
 from data.split import DOCUMENT
 from data.tokenizer import Tokenizer
-from errors import UserError, counted, note
+from errors import UserError, counted, note, printable
 from files import digest, replace_text, replacing
 
 VERSION = 9  # raised when the same text and tokenizer would give other files
@@ -57,7 +57,7 @@ class Unit:
             reasons = [f"{reason}\n" for reason in map(why_left_out, self.files) if reason]
             if empty:
                 others = " and others" if len(self.files) > 1 else ""
-                reasons.append(f"{counted(empty, 'row')} without text in {self.files[0].name}{others}\n")
+                reasons.append(f"{counted(empty, 'row')} without text in {printable(self.files[0].name)}{others}\n")
             replace_text(self.path.with_suffix(".skipped"), "".join(reasons))
             with replacing(self.path.with_suffix(".docs")) as file:
                 file.write(table.tobytes())
@@ -154,7 +154,8 @@ class TokenStream:
         remaining = iter(np.asarray(chosen).tolist())
         for unit in units:
             file_start = 0
-            pairs = zip(unit.table["tokens"].tolist(), remaining, strict=False)
+            are_chosen = itertools.islice(remaining, len(unit.table))
+            pairs = zip(unit.table["tokens"].tolist(), are_chosen, strict=True)
             for is_chosen, documents in itertools.groupby(pairs, lambda pair: pair[1]):
                 length = sum(tokens for tokens, _ in documents)
                 if is_chosen:

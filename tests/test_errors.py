@@ -100,8 +100,9 @@ def test_what_the_system_says_of_a_file_cannot_send_commands_to_the_terminal():
 
 
 def test_a_missing_package_is_one_line_and_a_traceback_is_shown_where_it_is_asked_for():
-    done = python("with errors.exit_on_user_error(): import no_such_package")
-    assert (done.returncode, done.stderr[:41]) == (2, "error: this needs the package no_such_pac")
+    for package, fix in (("no_such_package", "no_such_package"), ("tyro", "-r requirements.txt")):
+        done = python(f"errors.sys.modules['{package}'] = None\nwith errors.exit_on_user_error(): import {package}")
+        assert (done.returncode, done.stderr) == (2, f"error: this needs the package {package}: pip install {fix}\n")
     shown = python("with errors.exit_on_user_error(): raise errors.UserError('wrong')", "--traceback").stderr
     assert shown.startswith("Traceback") and shown.endswith("error: wrong\n")
 

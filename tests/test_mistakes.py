@@ -70,6 +70,7 @@ train --resume -> --resume needs a value
 train --init-from= --steps 5 -> --init-from needs a value
 train ——norm rms -> ——norm begins with another dash; write two hyphens: --norm
 train —-norm rms -> —-norm begins with another dash; write two hyphens: --norm
+generate RUN —hola --stop —end —seed 2 -> —seed begins with another dash; write two hyphens: --seed
 generate RUN def --stop= -> --stop needs a text
 generate RUN --max-new-tokens 十 -> --max-new-tokens is '十', no number; see --help
 train --learning-rate fast -> .*--learning-rate is 'fast', no number; see --help

@@ -201,7 +201,8 @@ def epochs(read: float, tokens: float) -> str:
 def prepare_corpus(settings: Settings, last: Path | None = None) -> Text:
     """The text as tokens, by the tokenizer of `last`, else --tokenizer, else that of --init-from, else a new one."""
     tokenizer = last or settings.data.tokenizer or settings.run.init_from
-    return prepare(settings.data, tokenizer, settings.model.vocab_size)
+    is_of_new_model = tokenizer is not None and last is None and settings.run.init_from is None
+    return prepare(settings.data, tokenizer, None if is_of_new_model else settings.model.vocab_size)
 
 
 def prepare_training(

@@ -167,7 +167,7 @@ def parse(arguments: list[str], description: str) -> Command:
 
 def check_common_mistakes(arguments: list[str]) -> None:
     """`UserError` for what people often write, with what they may have meant."""
-    flags.check_arguments(arguments)
+    flags.check_arguments(arguments, Command)
     if arguments and not arguments[0].startswith("-"):
         flag = "--init-from (or --resume)" if (Path(arguments[0]) / "last").exists() else "--data"
         raise UserError(f"{arguments[0]} is no flag; write {flag} {arguments[0]}.")

@@ -105,7 +105,8 @@ def random_table(count: int) -> np.ndarray:
 
 
 def kinds_of(table: np.ndarray, fraction: float = 0.05, salt: int = 0) -> np.ndarray:
-    return split_documents(table, DataSettings(validation_fraction=fraction, validation_salt=salt))
+    settings = DataSettings(validation_fraction=fraction, validation_salt=salt)
+    return split_documents(table["hash"], table["bytes"], settings)
 
 
 def test_of_equal_documents_the_first_is_kept():

@@ -213,7 +213,8 @@ def test_what_is_unusual_is_one_line_with_a_count_and_the_first_place(tokenizer_
     remarks = sorted(capsys.readouterr().err.splitlines())
     assert remarks[::2] == remarks[1::2] == sorted([
         f"duplicates dropped: 3 (the first: {path}, row 9)",
-        f"conversations dropped, as no answer is left to learn within --sequence-length: 2 (the first: {path}, row 10)",
+        f"conversations dropped, as they have no answer to learn: 1 (the first: {path}, row 10)",
+        f"conversations dropped, as no answer is left to learn within --sequence-length: 1 (the first: {path}, row 13)",
         "rows skipped, as each must be one object with messages that the template supports: 7 (the first: "
         f"{path}, row 11: messages must be a list, and not an empty one.)",
         f"conversations cut after the last answer that fits into --sequence-length: 1 (the first: {path}, row 14)",

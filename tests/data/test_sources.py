@@ -93,7 +93,7 @@ def test_a_row_whose_text_is_missing_or_is_no_text_is_named_with_its_line(tmp_pa
         '{"text": 5}': "'text' is int, not text",
         '{"body": "c", "n": 1}': "no field 'text' among body, n",
         r'{"text": "\ud800"}': "surrogates",
-        '[{"text": "a"}]': "the line is of type list, not an object",
+        '[{"text": "a"}]': "it is of type list, not an object",
         "{": "Expecting property name",
     }
     for line, reason in reasons.items():
@@ -103,6 +103,14 @@ def test_a_row_whose_text_is_missing_or_is_no_text_is_named_with_its_line(tmp_pa
     for row in ({"text": 5}, {"body": "c"}):
         parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "a.parquet")
         assert "a.parquet, row 1 cannot be read" in error_message(tmp_path / "a.parquet")
+
+
+def test_messages_are_text_where_the_field_is_called_so_and_a_name_that_is_not_utf8_is_shown(tmp_path, capsys):
+    said = [{"role": "user", "content": "2 + 2?"}, {"from": "gpt", "value": "4\r\n"}]
+    write_jsonl(tmp_path / "a\udcc4.jsonl", [{"messages": said}, {"messages": []}])
+    assert read(tmp_path / "a\udcc4.jsonl", field="messages") == ["2 + 2?\n4\n"]
+    prepare(DataSettings(data=(str(tmp_path),), text_field="messages", cache=str(tmp_path / "cache")))
+    assert "skipped: 1 row without text in " in capsys.readouterr().err
 
 
 def test_sources_that_hold_nothing_are_named(tmp_path):

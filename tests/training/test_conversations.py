@@ -123,6 +123,6 @@ def test_conversations_are_not_cut_into_shorter_sequences(chat_flags, tmp_path):
 
 
 def test_a_new_model_learns_conversations_with_a_given_tokenizer(flags, chat_file, finished_run, tmp_path):
-    start = ["--data", str(chat_file), "--tokenizer", str(finished_run / "last"), "--vocab-size", "410"]
+    start = ["--data", str(chat_file), "--tokenizer", str(finished_run / "last"), "--vocab-size", "9"]
     run = train_run(tmp_path / "run", *flags[2:], *start, "--steps", "2")
     assert load_tokenizer(run / "last").chat_template is not None
