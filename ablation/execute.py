@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -27,7 +27,9 @@ from ablation.records import JUDGEMENT, Judgement, Row, append, append_rows, as_
 from ablation.run import CODE, code_hash, settings_hash, train_run
 from ablation.study import Study
 from checkpoints.find import find_checkpoint
+from data.conversations import find_conversations
 from data.sources import HUB_TEXTS, resolve
+from data.tokenizer import load_tokenizer
 from errors import UserError, printable
 from files import locked, replace_text
 from model.decoder import Decoder
@@ -109,7 +111,8 @@ def load_experiment(plan: Plan, folder: Path, torch_device: str = "auto", jobs: 
             fix = "give another --out; if it computes the same, delete code_hash in machine.toml there"
             raise UserError(f"the code of {', '.join(CODE)} was changed since the runs of {folder}; {fix}.")
         if row.arm in plan.all_arms and settings_hash(run_settings(plan, row)) != row.settings_hash:
-            raise UserError(f"a finished run ({row}) of {folder} had other settings; give another --out.")
+            difference = "had other settings" if row.settings_hash else "does not say which settings it had"
+            raise UserError(f"a finished run ({row}) of {folder} {difference}; give another --out.")
     workers = local_workers(torch_device, jobs)
     threads = max(1, torch.get_num_threads() // len(workers)) if workers[0] == "cpu" else None
     return Experiment(plan, folder, workers, device_model(workers[0]), threads, rows)
@@ -149,14 +152,15 @@ def execute(experiment: Experiment, start: Callable[[Run, str], Future]) -> None
             process.kill()
 
 
-def write_plan(experiment: Experiment) -> list[str]:
-    """Write plan.toml; append to changes.jsonl what differs from the plan of the finished runs: the fields returned."""
+def write_plan(experiment: Experiment, unrecorded: Collection[str] = ()) -> list[str]:
+    """Write plan.toml. The fields that differ from the plan of the finished runs are returned, and appended to
+    changes.jsonl but for `unrecorded` ones."""
     experiment.folder.mkdir(parents=True, exist_ok=True)
     path = experiment.folder / "plan.toml"
     after = dataclasses.asdict(experiment.plan)
     before = dataclasses.asdict(load_plan(path)) if path.is_file() else {}
     changed = [name for name in before if before[name] != after[name]]
-    for name in changed if experiment.rows else ():
+    for name in [name for name in changed if experiment.rows and name not in unrecorded]:
         change = {"field": name, "before": str(before[name]), "after": str(after[name])}
         append(experiment.folder / "changes.jsonl", change | {"finished_runs": len(experiment.rows)})
     if changed or not before:  # else it keeps its comments
@@ -164,8 +168,10 @@ def write_plan(experiment: Experiment) -> list[str]:
     return changed
 
 
-def prepare_process() -> None:
-    """For a process that trains: it ends when the process that started it has died."""
+def prepare_process(is_first: bool) -> None:
+    """For a process that trains: it ends when the process that started it has died. The first prints its notes."""
+    if not is_first:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     tqdm.set_lock(threading.RLock())  # instead of a semaphore of the system, which would outlive it with a warning
 
     def watch() -> None:
@@ -177,7 +183,9 @@ def prepare_process() -> None:
 
 def start_process(experiment: Experiment, run: Run, torch_device: str) -> Future:
     """Begin a run in a new process, which ignores Ctrl-C and SIGTERM: this process gets them, and ends the others."""
-    pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=prepare_process)
+    is_first = not experiment.rows and not multiprocessing.active_children()
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(1, context, initializer=prepare_process, initargs=(is_first,))
     stops = {signal.SIGINT, signal.SIGTERM}
     can_block = hasattr(signal, "pthread_sigmask")  # not on Windows
     if can_block:  # which the process inherits
@@ -200,12 +208,12 @@ def train_until_verdict(experiment: Experiment, level: float, start: Callable[[R
         raise UserError(f"{experiment.folder} has a verdict after {earlier.looks[-1]} pairs, and {fix}.")
     for pairs in looks:
         experiment.plan = dataclasses.replace(plan, seeds=pairs)
+        write_plan(experiment, unrecorded=["seeds"])
         execute(experiment, start)
         judgement = judge_study(experiment.study, looks, level)
         if judgement.verdict != "inconclusive" or judgement.pairs < pairs or pairs == looks[-1]:
             break
         print(judgement, flush=True)
-    write_plan(experiment)  # with the pairs that there are
     replace_text(experiment.folder / JUDGEMENT, f"{judgement}\n")
     return judgement
 
@@ -227,7 +235,8 @@ def estimate_runs(experiment: Experiment, torch_device: str, level: float | None
     if seconds > 3600 * plan.hours:
         more = f"; but it ends after {plan.hours:g} hours (--hours), before all have run"
     elif study.pairs is None or study.missing(study.sweep_runs):
-        more = f"; then the final pairs, within {plan.hours:g} hours in all"
+        reruns = "reruns (--rerun-seeds) and " if plan.rerun_seeds else ""
+        more = f"; then {reruns}the final pairs, within {plan.hours:g} hours in all"
     print(f"  and {overhead} of start-up and evaluations{more}")
 
 
@@ -237,14 +246,19 @@ def check_arms(plan: Plan, level: float | None) -> None:
         raise UserError(f"judge compares two arms, a baseline and another; here are {len(plan.all_arms)}.")
     if level is not None and plan.seeds < 2 * LOOKS:
         raise UserError(f"judge needs --seeds {2 * LOOKS} or more, not {plan.seeds}.")
+    evaluated = set()  # on which tokens, in conversations, where there are no bits per byte
     for arm in plan.all_arms.values():
         settings = arm_settings(plan, arm)
-        if not any(name in HUB_TEXTS or name.startswith("hub:") for name in settings.data.data):
-            resolve(settings.data)
+        tokenizer = settings.data.tokenizer or settings.run.init_from
+        is_here = not any(name in HUB_TEXTS or name.startswith("hub:") for name in settings.data.data)
+        if is_here and find_conversations(resolve(settings.data)) and tokenizer:
+            evaluated.add((load_tokenizer(tokenizer).hash, settings.data.sequence_length))
         if settings.run.init_from is not None:
             find_checkpoint(settings.run.init_from)
         with torch.device("meta"):  # no memory
             freeze_parameters(Decoder(settings.model), settings.run.freeze)
+    if len(evaluated) > 1:
+        raise UserError("conversations are other tokens with another tokenizer or sequence_length; give all the same.")
 
 
 def compare(
@@ -253,6 +267,8 @@ def compare(
 ) -> int:  # fmt: skip
     """Train the runs that are missing, or with a level until a verdict, and report; returns the exit status."""
     check_arms(plan, level)
+    if ray is not None and (jobs is not None or torch_device != "auto"):
+        raise UserError("--ray uses every device of the cluster; leave out --jobs and --device.")
     with contextlib.nullcontext() if dry_run else locked(folder):
         experiment = load_experiment(plan, folder, torch_device, jobs)
         start = functools.partial(start_process, experiment)

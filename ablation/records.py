@@ -149,4 +149,5 @@ def read_rows(folder: Path) -> list[Row]:
     lines = read_lines(folder / "runs.jsonl")
     machines = read_toml(folder / "machine.toml") if any("machine" in line for line in lines) else {}
     with reading(folder / "runs.jsonl", "delete the line that is damaged"):
-        return [msgspec.convert(line | machines.get(line.get("machine"), {}), Row) for line in lines]
+        places = [machines[line["machine"]] if "machine" in line else {} for line in lines]
+        return [msgspec.convert(line | place, Row) for line, place in zip(lines, places, strict=True)]

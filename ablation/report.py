@@ -14,8 +14,10 @@ from ablation.plan import STUDIES, arm_settings
 from ablation.records import KEY, MACHINE, read_judgement, read_lines
 from ablation.stats import MAX_PAIRS, MIN_PAIRS_FOR_EQUIVALENCE, SIGNIFICANCE, Comparison, Effect, holm
 from ablation.study import Study
+from errors import counted
 from files import replace_text, replacing
 from model.count import num_norm_parameters, num_parameters
+from training.plot import use_chinese_fonts
 
 MISSING = "-"
 MEAN = "mean and 95% interval"
@@ -83,9 +85,9 @@ def outcome(study: Study, arm: str) -> str:
     if not len(rows):
         of_arm = study.rows[study.rows.arm == arm]
         reasons = of_arm.reason[of_arm.status == "failed"]
-        failed = f"; {len(reasons)} runs failed ({reasons.iloc[-1]})" if len(reasons) else ""
-        done = (of_arm.phase == "final").sum()
-        return f"not finished, {done} final runs of {study.pairs or 'those that the pilot asks for'}{failed}"
+        failed = f"; {counted(len(reasons), 'run')} failed ({reasons.iloc[-1]})" if len(reasons) else ""
+        done = ((of_arm.phase == "final") & (of_arm.status != "failed")).sum()
+        return f"not finished, {counted(done, 'final run')} of {study.pairs or 'those that the pilot asks for'}{failed}"
     others = rows[rows.status != "completed"]
     if len(others):
         reasons = "; ".join(f"seed {r.seed} at {r.learning_rate:g}: {r.reason}" for r in others.head(3).itertuples())
@@ -114,6 +116,7 @@ def pairs_to_decide(c: Comparison) -> str | None:
 
 def write(study: Study, folder: Path) -> Path:
     """Write report.md, whose path is returned, its first table as CSV and LaTeX, and its pictures as PNG and PDF."""
+    use_chinese_fonts(*study.plan.all_arms)
     rows = []
     narrow = []  # with fewer columns, for LaTeX
     compared = {}  # effects by their text in the picture

@@ -28,7 +28,7 @@ from training.settings import Settings, changed_fields
 from training.step import Diverged
 from training.weights import initial_model
 
-CODE = ("data", "kernels", "model", "training")  # packages that decide what a run gives
+CODE = ("checkpoints", "data", "kernels", "model", "training")  # packages that decide what a run gives
 CURVE_TOKENS = 16_384  # of the validation set, for points along a run; the final loss uses all
 
 

@@ -46,10 +46,10 @@ class Study:
 
     @functools.cached_property
     def loss_column(self) -> str:
-        """The column of losses; in bits where arms of a seed have other batches: another length or tokenizer."""
+        """The column of losses; in bits, but for conversations, where arms of a seed have other batches."""
         trained = self.rows[(self.rows.batches_hash != "") & (self.rows.status == "completed")]  # others were converted
         batches = trained.groupby(["phase", "seed"]).batches_hash.nunique()
-        return "bits_per_byte" if (batches > 1).any() else "loss"
+        return "bits_per_byte" if (batches > 1).any() and trained.bits_per_byte.notna().any() else "loss"
 
     @property
     def unit(self) -> str:
@@ -207,7 +207,7 @@ class Study:
             title = " x ".join(f"{name}: {value} minus {first[name]}" for name, value in chosen)
             signs = np.ones(len(arms))
             for name, value in chosen:
-                signs *= [(of_arm == value) - (of_arm == first[name]) for of_arm in values[name]]
+                signs *= [{value: 1, first[name]: -1}.get(of_arm, 0) for of_arm in values[name]]
             # Main effect: a mean of arms minus that of as many others. Interaction: the mean of ab - a - b + first,
             # in which one arm in two is positive, so that the factor is 2 / their number.
             weights = signs * 2 ** (len(chosen) - 1) / (signs > 0).sum()

@@ -69,9 +69,8 @@ def train(settings: Settings, run_dir: Path, *, resume: bool = False) -> int:
                 save(session)
             if stopped_by:
                 break
-        bar.close()
-        if is_main_process():
-            report_end(session)
+    if is_main_process():
+        report_end(session)
     finish_processes(processes)
     return 0 if state.step == session.steps else stopped_by
 

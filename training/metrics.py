@@ -24,9 +24,9 @@ def read(run_dir: Path) -> list[dict]:
         return [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] if path.is_file() else []
 
 
-def validation_losses(run_dir: Path) -> list[float]:
-    """Those of a run so far, also before it was resumed."""
-    return [line["validation_loss"] for line in read(run_dir) if "validation_loss" in line]
+def validation_losses(run_dir: Path) -> dict[int, float]:
+    """Those of a run so far by step, also before it was resumed."""
+    return {line["step"]: line["validation_loss"] for line in read(run_dir) if "validation_loss" in line}
 
 
 def keep_until(run_dir: Path, step: int) -> None:

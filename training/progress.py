@@ -38,7 +38,7 @@ def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
 def show_evaluation(session: Session, result: Evaluation) -> None:
     """Print an evaluation, what it means when the loss has risen twice, and before the end a text sample."""
     tqdm.write(f"step {session.state.step}: validation {result}")
-    losses = [math.inf, *metrics.validation_losses(session.run_dir)]
+    losses = [math.inf, *metrics.validation_losses(session.run_dir).values()]
     rises = [after > before for before, after in itertools.pairwise(losses[-4:])]
     if rises == [False, True, True]:
         tqdm.write(RISING)
@@ -86,10 +86,12 @@ def report_end(session: Session) -> None:
             pretrained.load_weights(session.model, best)
         print(samples(session, prompts))
     best_loss = state.best_validation_loss
+    losses = metrics.validation_losses(session.run_dir)
+    best_step = min(losses, key=losses.get, default=state.step)
     if best_loss > math.log(session.model.config.vocab_size):
         fix = "a smaller --vocab-size" if session.settings.run.init_from is None else "a larger --learning-rate"
         # Where the loss has risen, more steps do not help.
-        steps = "more" if best_loss in metrics.validation_losses(session.run_dir)[-1:] else "fewer"
+        steps = "more" if best_step == state.step else "fewer"
         print(f"note: it predicts this text worse than chance; give more text, {steps} --steps or {fix}")
     if corpus.chat or corpus.has_long_tokens or corpus.validation_bytes < FEW_BYTES:
         print(f"text hash {corpus.text_hash}")
@@ -97,7 +99,11 @@ def report_end(session: Session) -> None:
         print(f"xz -9e on the same text: {corpus.xz_bits_per_byte():.4f} bits per byte; text hash {corpus.text_hash}")
     speed = f"{state.tokens / state.seconds:,.0f} tokens/s"
     print(f"{counted(state.step, 'step')}, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed}")
-    print(f"best/ has the weights with the lowest validation loss, {state.best_validation_loss:.4f} nats per token")
+    token = "answer token" if corpus.chat else "token"
+    of_step = "" if best_step == state.step else f", of step {best_step}"
+    print(f"best/ has the weights with the lowest validation loss, {best_loss:.4f} nats per {token}{of_step}")
+    if best_step == 0:
+        print("note: training has made the model no better; try another --learning-rate, or more --steps")
     first_words = printable(" ".join(prompts[0].split()[:5]))
     prompt = shlex.quote(first_words) if first_words else ""
     print(f"next: python generate.py {run_dir} {'--chat' if corpus.chat else prompt}".rstrip())

@@ -177,6 +177,8 @@ def print_advice(settings: Settings, corpus: Text, tokens: int) -> None:
     if steps >= 2 * fewer:
         shorter = f"--steps {fewer}" + (f" --warmup-steps {fewer // 10}" if 4 * warmup > fewer else "")
         print(f"note: a text is learned by heart when it is read so often; give more text, or {shorter}")
+    if settings.run.evaluate_every >= steps > max(9, fewer // 5):
+        print(f"note: the only evaluation is at the end; --evaluate-every {steps // 5} keeps the best weights before")
     if 2 * warmup > steps >= 10:
         print(f"note: the learning rate rises until step {min(warmup, steps)}; better is --warmup-steps {steps // 10}")
     parent = settings.run.init_from

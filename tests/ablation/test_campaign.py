@@ -14,7 +14,7 @@ from scipy import stats
 import ablate
 from ablation import execute
 from ablation.judge import judge_pairs, load_campaign, lond_level, read_pairs
-from ablation.plan import run_settings
+from ablation.plan import load_plan, run_settings
 from ablation.records import append, read_lines
 from ablation.run import settings_hash
 from errors import UserError
@@ -113,8 +113,9 @@ def test_an_interrupted_idea_resumes_and_no_other_begins_before_it(judge, tmp_pa
     with pytest.raises(UserError, match="has no verdict"):
         judge("--b", "qk_norm=true", loss=better)
     assert not (tmp_path / "campaign.jsonl").exists()  # failed runs are no verdict
+    assert load_plan(next(tmp_path.glob("001-*/plan.toml"))).seeds == 2, "of the first look"
     (line,) = judge("--b", "weight_decay=0.5", loss=better)
-    assert line["idea"] == "weight_decay=0.5" and line["seeds"][0] == 3001
+    assert line["idea"] == "weight_decay=0.5" and line["seeds"][0] == 3001 and not [*tmp_path.rglob("changes.jsonl")]
     judge("--b", "qk_norm=true", "--adopt", loss=better)
     *_, last = judge("--a", "", "--b", "norm=layer", loss=better)  # against another baseline, and not kept
     assert last["baseline"] == "default" and last["next_baseline"] == "qk_norm=true"

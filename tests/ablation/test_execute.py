@@ -119,7 +119,7 @@ def test_runs_with_other_settings_are_refused_and_changes_of_the_plan_written_do
     with pytest.raises(UserError, match="had other settings"):
         load_experiment(dataclasses.replace(trained.plan, steps=5), tmp_path)
     monkeypatch.setattr(execute, "code_hash", lambda: "another")
-    with pytest.raises(UserError, match="the code of data, kernels, model, training was changed"):
+    with pytest.raises(UserError, match="the code of checkpoints, data, kernels, model, training was changed"):
         load_experiment(trained.plan, tmp_path)
     monkeypatch.undo()
     with pytest.raises(UserError, match="runs of another plan"):
@@ -137,6 +137,9 @@ def test_rows_say_what_they_ran_on_once_for_all_of_a_machine_and_are_read_as_the
     first, second = read_toml(tmp_path / "machine.toml").values()
     assert first == {"torch": second.pop("torch")} | second | {"torch": rows[0].torch} and first["device"]
     assert not {*first} & {*read_lines(tmp_path / "runs.jsonl")[0]}
+    (tmp_path / "machine.toml").write_text("")
+    with pytest.raises(UserError, match="no '1'"):
+        read_rows(tmp_path)
 
 
 def test_a_dry_run_prints_what_a_run_of_each_arm_needs_and_the_time_of_all(experiment, capsys):

@@ -2,16 +2,20 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from ablation import run as run_module
+from ablation.execute import check_arms
 from ablation.plan import Plan, Run, run_settings
 from ablation.records import Row
 from ablation.run import digest, perturb, train_run
 from data.batches import validation_windows
+from errors import UserError
+from files import read_toml
 from model.decoder import Decoder
 from training import loop
 from training.evaluate import evaluate
@@ -54,6 +58,19 @@ def test_a_run_with_document_masks_is_measured_with_them(config, trained_rms):
     plan = Plan(config=str(config), arms={"rms": {}, "masked": {"document_mask": True}})
     row = train_run(plan, dataclasses.replace(RUN, arm="masked"), "cpu", 1, 1)
     assert row.status == "completed" and row.curve[-1][1] == float(f"{row.loss:.6g}") != trained_rms.curve[-1][1]
+
+
+def test_conversations_are_compared_on_the_same_tokens(config, trained_rms, tmp_path):
+    (tokenizer,) = Path(read_toml(config)["data"]["data"][0]).glob(".cache/tokenizers/*/tokenizer.json")
+    said = (f'{{"role": "user", "content": "{i}?"}}, {{"role": "assistant", "content": "word{i}"}}' for i in range(9))
+    (tmp_path / "chat.jsonl").write_text("".join(f'{{"messages": [{messages}]}}\n' for messages in said))
+    shared = {"data": [[str(tmp_path / "chat.jsonl")]], "tokenizer": [str(tokenizer)]}
+    plan = Plan(config=str(config), arms={"rms": {}, "layer": {"norm": "layer"}}, vary=shared)
+    check_arms(plan, None)
+    row = train_run(plan, RUN, "cpu", 1, 1)
+    assert (row.status, row.bits_per_byte) == ("completed", None) and row.batches_hash
+    with pytest.raises(UserError, match="give all the same"):
+        check_arms(dataclasses.replace(plan, vary=shared | {"sequence_length": [16, 32]}), None)
 
 
 def test_a_run_that_diverges_is_a_row_and_not_an_error(trained):

@@ -113,7 +113,8 @@ def test_a_grid_has_main_effects_and_interactions_averaged_within_a_seed(finish)
 
 def test_arms_without_common_batches_are_compared_in_bits_per_byte(study):
     other = Study(PLAN, study.rows.assign(batches_hash=study.rows.arm))
-    assert (study.unit, other.unit) == ("nats per token", "bits per byte")
+    conversations = Study(PLAN, other.rows.assign(bits_per_byte=None))
+    assert (study.unit, other.unit, conversations.unit) == ("nats per token", "bits per byte", "nats per token")
     pairs = {c.arm: c.effect.estimate for c in study.comparisons}
     assert {c.arm: c.effect.estimate for c in other.comparisons} == pytest.approx({k: v / 2 for k, v in pairs.items()})
 
