@@ -31,7 +31,7 @@ def main() -> None:
         from generation.load import merge  # imports torch
 
         merge(checkpoint, settings.adapter, settings.merge)
-        chat = " --chat" if (settings.merge / "chat_template.jinja").is_file() else ""
+        chat = " --chat" if load_tokenizer(settings.merge).chat_template is not None else ""
         log(f"written: {settings.merge}; try it: python generate.py {shlex.quote(str(settings.merge))}{chat}")
         return
     prompts = read_prompts(settings)

@@ -99,9 +99,9 @@ def transformers_model(config: ModelConfig) -> torch.nn.Module:
 
 def ours(case: Case, choice: str = "auto") -> timing.Blocks:
     """`generate` with the fast steps of the chosen kernels; the reference has none, so the decoder itself is called."""
-    if case.device == "cpu":
-        import numba  # noqa: F401 - without it `generate` would use the decoder itself
-
+    kernels.use(choice, torch.device(case.device))
+    if choice != "reference":
+        timing.check_ours(torch.device(case.device))
     decoder = our_decoder(case)
     prompts = [[0] * case.prompt] * case.sequences
 
@@ -245,6 +245,8 @@ def measure(
         llama2c: llama2.c's program, built with `make runomp`.
     """
     convert("--turns", turns, PositiveInt)
+    convert("--sequences", sequences, tuple[PositiveInt, ...])
+    convert("--prompts", prompts, tuple[PositiveInt, ...])
     convert("--tokens", tokens, Annotated[int, Meta(ge=2)])  # the first comes out of the prompt
     if llama2c is not None and shutil.which(llama2c.resolve()) is None:
         raise UserError(f"--llama2c {llama2c} is no program; give the path of llama2.c's `run`.")

@@ -112,7 +112,7 @@ def rotary_case(device: torch.device, tokens: int, heads: int, kv_heads: int, wi
     def call(module, qkv, cos, sin, *weights):
         return module.rotary(qkv, cos, sin, heads, kv_heads, *weights, 1e-6)
 
-    # Forward: q and k alone, although without the norms ours also copies v (see `kernels.rope`). Backward: the
+    # Forward: q and k alone, although ours also copies v (see `kernels.rope`). Backward: the
     # gradients of q, k and v become packed ones; with the norms, q and k are read again.
     size = BF16.itemsize * tokens * width
     rotated, packed = size * (heads + kv_heads), size * (heads + 2 * kv_heads)
@@ -158,9 +158,12 @@ def make_blocks(variant: Callable, sets: list[tuple], device: torch.device, repe
 def compare(case: Case, device: torch.device) -> timing.Table:
     """Measure a case and print its table; the limit is torch's copy of as many bytes, or its product."""
     size = sum(x.nbytes for x in case.make() if x is not None)
+    # Inputs that take turns; on a GPU they exceed its cache together, but for products, which memory does not limit.
     count = math.ceil(timing.BEYOND_CACHE / size) if device.type == "cuda" else 2
-    sets = [case.make() for _ in range(count)]  # inputs that take turns; on a GPU they exceed its cache together
-    repeats = REPEATS_OF_PRODUCTS if case.flops else REPEATS
+    repeats = max(REPEATS, count)
+    if case.flops:
+        count = repeats = REPEATS_OF_PRODUCTS
+    sets = [case.make() for _ in range(count)]
     makers = {name: partial(make_blocks, call, sets, device, repeats) for name, call in case.variants.items()}
     forward, backward = case.moved
     work = {"forward": forward, "backward": backward, "both": forward + backward}
@@ -180,6 +183,7 @@ def measure(only: str = "") -> list[timing.Table]:
     with reading(f"--only {only}", "give a regular expression"):
         pattern = re.compile(only)
     device = timing.default_device()
+    timing.check_ours(device)
     keep_freed_memory()
     torch.manual_seed(0)
     print(device_name(device))

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from errors import exit_on_user_error
+import kernels
+from errors import UserError, exit_on_user_error
 from flags import call_with_flags
 from model.device import device_model, machine
 
@@ -33,6 +34,12 @@ Maker = Callable[[], Blocks]  # prepares a program
 def default_device() -> torch.device:
     """The GPU, if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def check_ours(device: torch.device) -> None:
+    """`UserError` where plain PyTorch would be measured under the name of our kernels."""
+    if kernels.implementation(device) is kernels.reference:
+        raise UserError(f"our kernels do not run here: {kernels.describe(device)}.")
 
 
 def measure(makers: dict[str, Maker], turns: int) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
@@ -142,7 +149,7 @@ class Table:
             row[f"speed, times {first}"] = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
             rows.append(row)
         rows += [{"": f"limit: {rate / 1e9:,.4g} billion {unit} a second"} for unit, rate in self.rates.items()]
-        return rows + [{"": program, "ms": f"not run: {reason}"} for program, reason in self.not_run.items()]
+        return rows + [{"": f"{program}, not run: {reason}"} for program, reason in self.not_run.items()]
 
 
 def compare(
@@ -158,9 +165,10 @@ def compare(
     limits = {section: amount / rate for rate in rates.values() for section, amount in work.items()}
     table = Table(title, tokens, limits, seconds, failures, rates)
     rows = table.rows()
-    print(f"\n### {title}\n\n| {' | '.join(rows[0])} |\n|{'---|' * len(rows[0])}")
+    columns = [*dict.fromkeys(column for row in rows for column in row)]
+    print(f"\n### {title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for row in rows:
-        print(f"| {' | '.join(row.values())} |", flush=True)
+        print(f"| {' | '.join(row.get(column, '') for column in columns)} |", flush=True)
     if not sys.stdout.isatty():
         print(json.dumps(vars(table)), flush=True)  # what is left if the benchmark is killed later
     return table
@@ -179,7 +187,10 @@ def run(measure: Callable[..., list[Table]], program: str) -> None:
 
 
 def finish(tables: list[Table]) -> int:
-    """Print the record of a benchmark, unless to a terminal; the exit status, 1 if something did not run."""
+    """Print the record of a benchmark, unless to a terminal; the exit status, 1 if something did not run. `UserError`
+    if nothing was asked for."""
+    if not any(table.seconds or table.not_run for table in tables):
+        raise UserError("nothing was measured; ask for a program that runs with the other flags.")
     if not sys.stdout.isatty():
         command = shlex.join(["python", *sys.orig_argv[1:]])
         where = machine(default_device()) | {"processor": device_model("cpu")}

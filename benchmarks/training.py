@@ -61,6 +61,8 @@ class TransformersBaseline(nn.Module):
 def make_step(settings: Settings, variant: Variant, device: torch.device) -> timing.Blocks:
     """The block of training steps on random tokens, of one micro-batch each."""
     kernels.use(variant.kernels, device)
+    if variant.ours and variant.kernels != "reference":
+        timing.check_ours(device)
     dtype = choose_dtype(settings.machine.dtype, device)
     if variant.ours:
         model = Decoder(settings.model, seed=1, compute_dtype=dtype).to(device)

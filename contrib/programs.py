@@ -209,7 +209,9 @@ def compare_elsewhere(
         ending = f"exit status {status}" if status > 0 else f"killed by {signal.Signals(-status).name}"
         if status in (-signal.SIGSEGV, -signal.SIGILL, -signal.SIGABRT):
             ending += f", an error inside {program}; try another build of it"
-        lines = done.stderr.decode(errors="replace").strip().splitlines() or [ending]
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        if status < 0 or not lines:
+            lines.append(ending)
         return program + where, {"opens": f"crashed: {lines[-1]}"}
     name, cells = json.loads(done.stdout.splitlines()[-1])
     return name + where, cells

@@ -16,6 +16,7 @@ from model.cache import KeyValueCache
 from model.decoder import Decoder
 from model.device import threads_for
 
+NOT_FINITE = "the model's logits are not finite; its weights are damaged, or its activations overflow: try float32."
 FinishReason = Literal["eos", "stop", "length", "context"]  # EOS, a stop string, max_new_tokens, or the context is full
 
 
@@ -52,6 +53,36 @@ class PrefixCache:
         return count
 
 
+class Sampler:
+    """Draws the next token of each sequence, and keeps what that depends on beside the logits."""
+
+    def __init__(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, generators: Sequence[torch.Generator],
+        first_tokens: Sequence[Sequence[int] | None] | None, vocab_size: int,
+    ):  # fmt: skip
+        self.sampling, self.generators = sampling, generators
+        device = generators[0].device
+        self.allowed = None  # (B, V) bool: what may be the first token
+        if any(first_tokens or ()):
+            self.allowed = token_mask([row or range(vocab_size) for row in first_tokens], vocab_size, device)
+        self.seen = None  # (B, V) bool: tokens of the text so far, for the penalty
+        if sampling.repetition_penalty != 1:
+            self.seen = token_mask(prompts, vocab_size, device)
+
+    def draw(self, logits: Tensor) -> tuple[Tensor, list[int]]:
+        """Tokens by logits (B, V), as (B, 1) int64 and as a list; `UserError` for logits that are not finite."""
+        if self.allowed is not None:
+            logits = logits.masked_fill(~self.allowed, -math.inf)
+            self.allowed = None
+        tokens = sample(logits, self.sampling, self.generators, self.seen)[:, None]
+        ids = tokens[:, 0].tolist()  # the only wait for the device in a step
+        if min(ids) < 0:
+            raise UserError(NOT_FINITE)
+        if self.seen is not None:
+            self.seen.scatter_(1, tokens, True)
+        return tokens, ids
+
+
 @torch.inference_mode()
 def generate(
     decoder: Decoder,
@@ -74,7 +105,7 @@ def generate(
     more than its tokenizer. A prompt without room for one token is a `UserError`. A single prompt may have a `prefix`,
     and at temperature 0 `drafts`, which change how long it takes, but no token and no logit.
     """
-    config, device, dtype = decoder.config, decoder.embed_tokens.weight.device, decoder.compute_dtype
+    config, device = decoder.config, decoder.embed_tokens.weight.device
     context = config.max_position_embeddings
     check_prompts(prompts, context)
     last = max(map(max, prompts))
@@ -84,10 +115,7 @@ def generate(
     sampling = sampling or Sampling()
     vocab_size = min(vocab_size or config.vocab_size, config.vocab_size)
     generators = [sequence_generator(seed, number, device) for number in sample_numbers or [0] * len(prompts)]
-    allowed = None  # what may be the first token
-    if any(first_tokens or ()):
-        allowed = token_mask([row or range(vocab_size) for row in first_tokens], vocab_size, device)
-    seen = token_mask(prompts, vocab_size, device) if sampling.repetition_penalty != 1 else None
+    sampler = Sampler(prompts, sampling, generators, first_tokens, vocab_size)
     limits = [min(max_new_tokens, context - len(prompt)) for prompt in prompts]
     ends: list[FinishReason | None] = [None] * len(prompts)
 
@@ -96,7 +124,7 @@ def generate(
     with threads_for(decoder, len(prompts)):
         can_draft = drafts and len(prompts) == 1 and sampling.temperature == 0
         step = decode_step(decoder, *shape, drafts_from=prompts[0] if can_draft else None)
-        cache = step.cache if step else KeyValueCache(config, *shape, device=device, dtype=dtype)
+        cache = step.cache
         ids = prompts[0]
         if prefix is not None:
             cached = prefix.move_to(cache, prompts[0])
@@ -106,21 +134,13 @@ def generate(
                 # Only shorter, padded prompts still have room in the context. The sequences that have filled it are
                 # finished but still computed: more padding keeps their rotary positions below the context.
                 padding = padding.clamp(min=cache.length + 1 - context)
-            if step is None or tokens.shape[1] > 1:
+            if tokens.shape[1] > 1:
                 logits = decoder(tokens, cache=cache, padding=padding, last_only=True)[:, -1, :vocab_size]
             else:
                 logits = step(tokens, padding)[:, -1, :vocab_size]
             if prefix is not None:
                 prefix.tokens += ids
-            candidates = logits if allowed is None else logits.masked_fill(~allowed, -math.inf)
-            allowed = None
-            tokens = sample(candidates, sampling, generators, seen)[:, None]
-            ids = tokens[:, 0].tolist()  # the only wait for the device in a step
-            if min(ids) < 0:
-                reason = "its weights are damaged, or its activations overflow"
-                raise UserError(f"the model's logits are not finite; {reason}: try float32.")
-            if seen is not None:
-                seen.scatter_(1, tokens, True)
+            tokens, ids = sampler.draw(logits)
             for i, token in enumerate(ids):
                 if ends[i] is not None:  # further tokens of a finished sequence are dropped
                     continue

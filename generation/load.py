@@ -48,8 +48,8 @@ def load_decoder(
     kernels.use(implementation, place)
     if int8 and decode_step_kind(checkpoint.config, place, torch.bfloat16, batch_size) != "cpu":
         raise UserError(
-            f"--dtype int8 needs a CPU, Numba, a --batch-size (now {batch_size}) of at most "
-            f"{MAX_CPU_SEQUENCES}, and a pre-norm model with RMSNorm or LayerNorm and SwiGLU; use bfloat16."
+            f"--dtype int8 needs a CPU, Numba, at most {MAX_CPU_SEQUENCES} sequences at once (--batch-size), "
+            "and a pre-norm model with RMSNorm or LayerNorm and SwiGLU; use bfloat16."
         )
     compute_dtype = choose_dtype("bfloat16" if int8 else dtype, place, checkpoint.dtype)
     decoder = load_pretrained(checkpoint, device=place, compute_dtype=compute_dtype, cast=True).eval()

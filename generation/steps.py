@@ -32,7 +32,7 @@ MIN_POSITIONS = 256  # room of a cache that is kept
 def decode_step_kind(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, batch_size: int
 ) -> Literal["cpu", "gpu"] | None:
-    """The kind of step that computes a model's logits faster than the decoder does, or None."""
+    """The kind of step that computes a model's logits faster than the decoder does; None: there is none."""
     if not config.is_plain:
         return None
     implementation = kernels.implementation(device)
@@ -46,21 +46,32 @@ def decode_step_kind(
 
 def decode_step(
     decoder: Decoder, batch_size: int, positions: int, drafts_from: Sequence[int] | None = None
-) -> "CpuDecodeStep | DraftedStep | GpuDecodeStep | None":
-    """The fastest step, with an empty cache for `positions`, or None where the decoder itself is faster.
+) -> "CpuDecodeStep | DraftedStep | GpuDecodeStep | DecoderStep":
+    """The fastest step, with an empty cache for `positions`.
 
     On a GPU the next call may return the same step, so use one at a time. `drafts_from`: the prompt of a single
     sequence that is decoded greedily, which is faster with drafts.
     """
-    kind = decode_step_kind(decoder.config, decoder.embed_tokens.weight.device, decoder.compute_dtype, batch_size)
+    config, device, dtype = decoder.config, decoder.embed_tokens.weight.device, decoder.compute_dtype
+    kind = decode_step_kind(config, device, dtype, batch_size)
     if kind is None or decoder.lora is not None:  # an adapter that still trains is not in the weights that a step reads
-        return None
+        return DecoderStep(decoder, KeyValueCache(config, batch_size, positions, device=device, dtype=dtype))
     if kind == "gpu":
         return gpu_step(decoder, batch_size, positions)
     from generation.cpu_step import CpuDecodeStep  # imports Numba, which a GPU does not need
 
-    step = CpuDecodeStep(decoder, KeyValueCache(decoder.config, batch_size, positions))
+    step = CpuDecodeStep(decoder, KeyValueCache(config, batch_size, positions))
     return step if drafts_from is None else DraftedStep(step, drafts_from)
+
+
+class DecoderStep:
+    """A step of the decoder itself."""
+
+    def __init__(self, decoder: Decoder, cache: KeyValueCache):
+        self.decoder, self.cache = decoder, cache
+
+    def __call__(self, tokens: Tensor, padding: Tensor | None) -> Tensor:
+        return self.decoder(tokens, cache=self.cache, padding=padding, last_only=True)
 
 
 def quantize_matrices(decoder: Decoder) -> None:

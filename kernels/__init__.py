@@ -24,7 +24,7 @@ else:
     decode = gpu = None
 try:
     from kernels import cpu
-except ImportError as error:  # new versions of Python and NumPy wait for Numba
+except (ImportError, AttributeError) as error:  # new versions of Python wait for Numba, or it is too new itself
     note(f"computing on a CPU is slower here ({error}); pip install numba")
     cpu = None
 
@@ -63,8 +63,9 @@ def cached_unavailable_reason(device: torch.device) -> str | None:
         return "they need a GPU of compute capability 8.0 (Ampere) or newer"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton finds no C compiler (install gcc or clang)"
-    if not os.access(os.path.expanduser("~"), os.W_OK):  # where Triton has its cache, without which it cannot compile
-        os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp())
+    home = os.environ.get("TRITON_HOME", os.path.expanduser("~"))  # of its cache, without which it cannot compile
+    if "TRITON_CACHE_DIR" not in os.environ and not os.access(home, os.W_OK):
+        os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
     return None
 
 
@@ -98,7 +99,10 @@ def describe(device: torch.device) -> str:
         return "Triton, interpreted (slow)" if gpu.INTERPRETED else "Triton"
     if chosen is cpu:
         return "plain PyTorch with CPU functions"
-    return "plain PyTorch" if _choice != "auto" else f"plain PyTorch ({triton_unavailable_reason(device)})"
+    if _choice != "auto":
+        return "plain PyTorch"
+    why = "no Numba" if device.type == "cpu" else f"no Triton kernels: {triton_unavailable_reason(device)}"
+    return f"plain PyTorch ({why})"
 
 
 def by_device(function: Callable) -> Callable:

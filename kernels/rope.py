@@ -5,7 +5,7 @@ heads inside packed rows, a copy. Arithmetic is float32; results are rounded onc
 same angles and writes the packed gradient of q, k and v in one launch. Formula: `reference.rotary`.
 
 Attention keeps q, k and v for its backward pass. A v that is a view of the packed product would keep all of it, (2H +
-3K) d elements of each token. The launch therefore copies v, and (H + 2K) d are kept.
+3K) d elements of each token. The launch therefore copies v, and (H + 2K) d are kept; with norms the product as well.
 """
 
 import math

@@ -15,7 +15,7 @@ from data.chat import ChatFormat
 from data.tokenizer import Tokenizer, encode_prompt, tokens_after
 from errors import UserError, reading
 from files import read_json, read_toml
-from generation.generate import PrefixCache, check_prompts, generate
+from generation.generate import NOT_FINITE, PrefixCache, check_prompts, generate
 from generation.load import load_decoder, open_model
 from generation.settings import Sampling, recommended_sampling
 from generation.stream import TextStream, stream_texts
@@ -262,6 +262,8 @@ class ServedModel:
         for start in range(0, len(ids), SCORED_AT_ONCE):
             chunk = ids[start : start + SCORED_AT_ONCE]
             logits = self.decoder(torch.tensor([chunk], device=self.device), cache=cache)[0, :, : self.vocab_size]
+            if not logits.isfinite().all():
+                raise UserError(NOT_FINITE)
             for token, following in zip(chunk, logits.log_softmax(-1), strict=True):
                 yield token, logprobs
                 logprobs = following

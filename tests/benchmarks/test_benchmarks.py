@@ -51,7 +51,7 @@ def test_what_cannot_run_is_left_out_with_its_reason_and_the_others_are_measured
     assert table.seconds == {"runs": {"part": [0.5, 0.5]}}
     assert table.not_run == dict.fromkeys(("fails", "late"), "ZeroDivisionError: none of this")
     lines = capsys.readouterr().out.splitlines()
-    assert "| late | not run: ZeroDivisionError: none of this |" in lines
+    assert "| late, not run: ZeroDivisionError: none of this |  |  |  |" in lines
 
 
 def test_a_row_has_medians_tokens_per_second_share_of_the_limit_and_ratios_within_turns(capsys):
@@ -62,6 +62,14 @@ def test_a_row_has_medians_tokens_per_second_share_of_the_limit_and_ratios_withi
     lines = capsys.readouterr().out.splitlines()
     assert "|  | step, ms | tokens/s | of the limit | speed, times a |" in lines
     assert "| b | 20.0 | 400 | 50% | 2.00 (1.00 to 3.00) |" in lines
+
+
+def test_nothing_measured_and_plain_pytorch_in_the_place_of_ours_are_errors(monkeypatch):
+    with pytest.raises(UserError, match="nothing was measured"):
+        timing.finish([])
+    monkeypatch.setattr(timing.kernels, "cpu", None)
+    with pytest.raises(UserError, match=r"do not run here: plain PyTorch \(no Numba\)"):
+        timing.check_ours(torch.device("cpu"))
 
 
 def test_published_records_look_like_what_a_benchmark_prints_today(capsys):
@@ -176,7 +184,7 @@ def test_all_benchmarks_of_a_cpu_run_in_turns_and_the_record_comes_last(monkeypa
     monkeypatch.setattr(training, "compare", lambda _, changes, *rest, turns: compare("tiny", changes | tiny, *rest, 1))
     assert importlib.import_module("benchmarks.__main__").main(program) == 1  # llama2.c did not run
     printed = capsys.readouterr().out
-    assert "| llama2.c | not run: TypeError" in printed
+    assert "| llama2.c, not run: TypeError" in printed
     *of_decoding, _, last = json.loads(printed.splitlines()[-1])["tables"]
     programs = {"transformers", "plain decoder", "ours"}
     measured = {frozenset(table["seconds"]) - {"llama.cpp"} for table in of_decoding}

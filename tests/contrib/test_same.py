@@ -164,7 +164,7 @@ def test_a_crash_of_another_program_is_no_refusal_and_one_of_this_program_is_rai
 @pytest.mark.skipif(os.name == "nt", reason="Windows starts no program by a line #!/bin/sh")
 def test_a_program_that_is_killed_has_crashed(tmp_path):
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nkill -SEGV $$\n")
+    python.write_text("#!/bin/sh\necho a warning >&2\nkill -SEGV $$\n")
     python.chmod(0o755)
     questions = programs.Questions([], [], [0], [0], [1.0], {"logits": torch.ones(1, 2)})
     _, cells = programs.compare_elsewhere("model", questions, str(python), "llama_cpp")

@@ -166,7 +166,7 @@ def test_errors_are_found_before_the_weights_are_read(checkpoint, monkeypatch, o
     monkeypatch.setattr(load, "load_pretrained", lambda *_, **__: pytest.fail("the weights were read"))
     with pytest.raises(UserError, match="context is 48 tokens"):
         output(checkpoint, ["☺" * 60])
-    with pytest.raises(UserError, match="--dtype int8 needs a CPU, Numba, a --batch-size"):
+    with pytest.raises(UserError, match="--dtype int8 needs a CPU, Numba, at most 16 sequences"):
         output(checkpoint, dtype="int8", batch_size=17)
     with pytest.raises(UserError, match="--system is for conversations"):
         output(checkpoint, system="x")

@@ -199,7 +199,7 @@ def test_where_numba_is_missing_the_decoder_gives_the_same_text(make_decoder, mo
 
 def test_there_is_a_step_for_small_batches_and_the_layers_that_it_computes(make_decoder):
     def exists(batch_size=1, **changes):
-        return decode_step(make_decoder(**changes).eval(), batch_size, 4) is not None
+        return isinstance(decode_step(make_decoder(**changes).eval(), batch_size, 4), CpuDecodeStep)
 
     assert exists(MAX_CPU_SEQUENCES) and not exists(MAX_CPU_SEQUENCES + 1)
     assert not any(exists(norm=norm) for norm in ("none", "srms", "offset")) and not exists(mlp="geglu")

@@ -99,7 +99,9 @@ def test_triton_is_refused_with_the_reason_where_it_cannot_run(monkeypatch):
     with pytest.raises(UserError, match="Triton is not installed"):
         kernels.use("triton", CUDA)
     assert kernels.implementation(CUDA) is reference
-    assert kernels.describe(CUDA) == "plain PyTorch (Triton is not installed)"
+    assert kernels.describe(CUDA) == "plain PyTorch (no Triton kernels: Triton is not installed)"
+    monkeypatch.setattr(kernels, "cpu", None)
+    assert kernels.describe(CPU) == "plain PyTorch (no Numba)"
 
 
 @pytest.mark.parametrize(

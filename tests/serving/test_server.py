@@ -116,6 +116,13 @@ def test_logprobs_of_an_answer_are_those_of_its_text_and_its_ids_continue_it(cli
     assert choice["logprobs"]["tokens"] == choice["logprobs"]["token_logprobs"] == []
 
 
+def test_a_damaged_model_scores_nothing(server, monkeypatch):
+    damaged = lambda ids, cache: torch.full((1, ids.shape[1], 9), torch.nan)  # noqa: E731
+    monkeypatch.setattr(server.models["text"], "decoder", damaged)
+    with pytest.raises(UserError, match="not finite"):
+        [*server.models["text"].predict([1, 2], None)]
+
+
 def test_a_text_longer_than_the_context_is_scored_in_windows_that_overlap_by_half(client, server):
     ids = torch.randint(3, 306, (7000,), generator=torch.Generator().manual_seed(3)).tolist()
     options = {"model": "text", "prompt": ids, "echo": True, "max_tokens": 0, "logprobs": 0}
