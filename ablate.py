@@ -84,7 +84,7 @@ def compare_plan(command: CompareFlags) -> Plan:
         return plan
     config = command.plan.config or plan.config
     rates = plan.learning_rates[:1] if config == plan.config else ()
-    if not rates and not all("learning_rate" in arm.settings for arm in plan.all_arms.values()):
+    if not rates and not all("learning_rate" in arm.changes for arm in plan.all_arms.values()):
         rates = (base_settings(config).optimizer.learning_rate,)
     name = f"{plan.name}-quick"
     return dataclasses.replace(plan, name=name, seeds=3, steps=300, rerun_seeds=0, learning_rates=rates)

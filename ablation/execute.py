@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from ablation import report
 from ablation.judge import LOOKS, judge_study, pairs_of_looks
-from ablation.plan import Plan, Run, arm_settings, load_plan, replace_settings, run_settings, save_plan
+from ablation.plan import Plan, Run, load_plan, replace_settings, run_settings, save_plan
 from ablation.records import JUDGEMENT, Judgement, Row, append, append_rows, as_table, read_judgement, read_rows
 from ablation.run import CODE, code_hash, settings_hash, train_run
 from ablation.study import Study
@@ -228,7 +228,7 @@ def estimate_runs(experiment: Experiment, torch_device: str, level: float | None
     seconds = 0.0
     for name, arm in plan.all_arms.items():
         print(f"a run of {name}:", flush=True)
-        seconds += runs[name] * estimate(replace_settings(arm_settings(plan, arm), {"device": torch_device})) / workers
+        seconds += runs[name] * estimate(replace_settings(arm.settings, {"device": torch_device})) / workers
     overhead = format_time(OVERHEAD * runs.total() / workers)
     print(f"all runs that can start: {runs.total()}, {workers} at once, about {format_time(seconds)} of training,")
     more = ""
@@ -248,7 +248,7 @@ def check_arms(plan: Plan, level: float | None) -> None:
         raise UserError(f"judge needs --seeds {2 * LOOKS} or more, not {plan.seeds}.")
     evaluated = set()  # on which tokens, in conversations, where there are no bits per byte
     for arm in plan.all_arms.values():
-        settings = arm_settings(plan, arm)
+        settings = arm.settings
         tokenizer = settings.data.tokenizer or settings.run.init_from
         is_here = not any(name in HUB_TEXTS or name.startswith("hub:") for name in settings.data.data)
         if is_here and find_conversations(resolve(settings.data)) and tokenizer:

@@ -69,8 +69,16 @@ def checkpoint_model(init_from: str) -> tuple[str, ModelConfig | None]:
 @dataclass(frozen=True)
 class Arm:
     name: str
-    settings: dict[str, Any]  # what it changes, by the short name of a setting, such as {"norm": "layer"}
+    changes: dict[str, Any]  # by the short name of a setting, such as {"norm": "layer"}
+    settings: Settings  # of its runs, but for seed and learning rate
     baseline: str | None  # the arm that it is compared with; None for a baseline
+
+    def value(self, name: str) -> Any:
+        """Its value of a setting, as the plan has it if it changes that."""
+        values = self.changes
+        for table in vars(self.settings).values():
+            values = vars(table) | values
+        return values[name]
 
 
 @dataclass(frozen=True)
@@ -121,17 +129,18 @@ class Plan:
         combined: dict[str, Arm] = {}
         for choices in itertools.product(*vary):
             baseline = None
-            for arm, settings in arms.items():
+            for arm, own in arms.items():
                 name = ", ".join([arm, *(label(*choice) for choice in choices if len(self.vary[choice[0]]) > 1)])
-                combined[name] = Arm(name, settings | dict(choices), baseline)
+                changes = own | dict(choices)
+                combined[name] = Arm(name, changes, changed_settings(self.config, self.steps, changes), baseline)
                 baseline = baseline or name
         if len(combined) < 2:
             raise UserError("a comparison needs two arms or more: --vary SETTING=VALUE,VALUE, or --a and --b.")
         for a, b in itertools.combinations(combined.values(), 2):
-            if arm_settings(self, a) == arm_settings(self, b):
+            if a.settings == b.settings:
                 raise UserError(f"the arms {a.name} and {b.name} have the same settings.")
         for setting in TEXT_SETTINGS:
-            if len({self.value(arm, setting) for arm in combined.values()}) > 1:
+            if len({arm.value(setting) for arm in combined.values()}) > 1:
                 fix = f"give all the same: --vary {setting}=VALUE, or both of --a and --b"
                 raise UserError(
                     f"arms that differ in {setting} have losses of different texts; {fix} (otherwise: docs/compare.md)."
@@ -144,12 +153,12 @@ class Plan:
         rates = tuple(sorted({*self.learning_rates}))
         if not rates:
             default = base_settings(self.config).optimizer.learning_rate
-            norms = {self.value(arm, "norm") for arm in self.all_arms.values()}
+            norms = {arm.value("norm") for arm in self.all_arms.values()}
             needs_sweep = {"norm_placement", "mlp", "optimizer"} & {*self.varied}  # their best rates differ
             if "norm" in self.varied and norms - {"rms", "layer"}:
                 needs_sweep.add("norm")
             rates = tuple(factor * default for factor in SWEEP_FACTORS) if needs_sweep else (default,)
-        own = {name: arm.settings.get("learning_rate") for name, arm in self.all_arms.items()}
+        own = {name: arm.changes.get("learning_rate") for name, arm in self.all_arms.items()}
         if self.learning_rates and None not in own.values():
             raise UserError("every arm has a learning_rate of its own; leave out --learning-rates.")
         return {name: rates if rate is None else (rate,) for name, rate in own.items()}
@@ -157,15 +166,8 @@ class Plan:
     @property
     def varied(self) -> list[str]:
         """The settings in which the arms differ."""
-        names = dict.fromkeys(name for arm in self.all_arms.values() for name in arm.settings)
-        return [name for name in names if len({self.value(arm, name) for arm in self.all_arms.values()}) > 1]
-
-    def value(self, arm: Arm, setting: str) -> Any:
-        """What an arm has for a setting: its own value, or that of the config."""
-        values = arm.settings
-        for table in vars(base_settings(self.config)).values():
-            values = vars(table) | values
-        return values[setting]
+        names = dict.fromkeys(name for arm in self.all_arms.values() for name in arm.changes)
+        return [name for name in names if len({arm.value(name) for arm in self.all_arms.values()}) > 1]
 
     @property
     def phase_seeds(self) -> dict[str, range]:
@@ -193,10 +195,10 @@ class Run:
         return f"{self.arm}, {self.phase} seed {self.seed}, learning rate {self.learning_rate:g}{changed}"
 
 
-def arm_settings(plan: Plan, arm: Arm) -> Settings:
-    """The settings of an arm's runs, but for seed and learning rate; what train.py derives is derived as there."""
-    given = ({"steps": plan.steps} if plan.steps else {}) | arm.settings
-    settings = base_settings(plan.config)
+def changed_settings(config: str, steps: int | None, changes: dict[str, Any]) -> Settings:
+    """Those of a config with changes, and with other steps unless None; what train.py derives is derived as there."""
+    given = ({"steps": steps} if steps else {}) | changes
+    settings = base_settings(config)
     init_from = given.get("init_from", settings.run.init_from)
     directory, parent = (None, None) if init_from is None else checkpoint_model(init_from)
     changes = implied(given, settings, parent) | given
@@ -210,8 +212,7 @@ def arm_settings(plan: Plan, arm: Arm) -> Settings:
 
 
 def run_settings(plan: Plan, run: Run) -> Settings:
-    of_arm = arm_settings(plan, plan.all_arms[run.arm])
-    return replace_settings(of_arm, {"learning_rate": run.learning_rate, "seed": run.seed})
+    return replace_settings(plan.all_arms[run.arm].settings, {"learning_rate": run.learning_rate, "seed": run.seed})
 
 
 def find_plan(name: str) -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from ablation import plots
-from ablation.plan import STUDIES, arm_settings
+from ablation.plan import STUDIES
 from ablation.records import KEY, MACHINE, read_judgement, read_lines
 from ablation.stats import MAX_PAIRS, MIN_PAIRS_FOR_EQUIVALENCE, SIGNIFICANCE, Comparison, Effect, holm
 from ablation.study import Study
@@ -197,8 +197,7 @@ def markdown_text(study: Study, folder: Path, drawn: Collection[str]) -> str:
 def about(study: Study) -> str:
     """How the arms were compared, in words."""
     plan = study.plan
-    of_arms = [arm_settings(plan, arm) for arm in plan.all_arms.values()]
-    steps = ", ".join(f"{steps:,}" for steps in sorted({settings.optimizer.steps for settings in of_arms}))
+    steps = ", ".join(f"{steps:,}" for steps in sorted({arm.value("steps") for arm in plan.all_arms.values()}))
     sentences = [
         f"Final validation loss minus that of the baseline over paired seeds, {steps} steps: means and 95% intervals.",
         f"Differences within {plan.margin:g} {study.unit}, shaded in pictures, count as equivalent.",
@@ -211,9 +210,9 @@ def about(study: Study) -> str:
     if plan.seeds is None and study.pairs is not None:
         finished = f"{len(study.counted_seeds)} are finished, within {plan.hours:g} hours"
         sentences.append(f"The pilot asked for {study.pairs} pairs; {finished}.")
-    texts = "; ".join(dict.fromkeys(" ".join(settings.data.data) for settings in of_arms))
+    texts = "; ".join(dict.fromkeys(" ".join(arm.value("data")) for arm in plan.all_arms.values()))
     baseline = next(iter(plan.all_arms.values()))
-    shared = [f"; {name}: {value}" for name, value in baseline.settings.items() if name not in (*plan.varied, "data")]
+    shared = [f"; {name}: {value}" for name, value in baseline.changes.items() if name not in (*plan.varied, "data")]
     sentences.append(f"Config: {plan.config}; text: {texts}{''.join(shared)}.")
     if plan.prediction:
         sentences.append(f'Prediction: "{plan.prediction}".')
@@ -253,7 +252,7 @@ def effect_rows(study: Study) -> list[dict]:
 
 def arm_row(study: Study, name: str) -> dict:
     rows = study.rows_of("final", name)
-    config = arm_settings(study.plan, study.plan.all_arms[name]).model
+    config = study.plan.all_arms[name].settings.model
     vocab_sizes = rows.vocab_size.dropna()
     if len(vocab_sizes):
         config = dataclasses.replace(config, vocab_size=int(vocab_sizes.iloc[0]))

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from ablation.plan import MAX_SEEDS, Plan, Run, arm_settings, load_plan
+from ablation.plan import MAX_SEEDS, Plan, Run, load_plan
 from ablation.records import KEY, Worth, as_table, read_rows
 from ablation.stats import Comparison, Effect, equivalence_p, final_pairs, holm, mean_effect, six_digits
 from errors import UserError
@@ -149,13 +149,13 @@ class Study:
         source = "length"
         for arm in self.plan.all_arms.values():
             loss = self.mean_loss(arm.name, {arm.name: 1.0})
-            if loss is not None and arm.settings | {"steps": 0} == base.settings | {"steps": 0}:
-                losses[arm_settings(self.plan, arm).optimizer.steps] = loss.estimate
+            if loss is not None and arm.changes | {"steps": 0} == base.changes | {"steps": 0}:
+                losses[arm.value("steps")] = loss.estimate
         if len(losses) < 2 and self.loss_column == "loss":  # curves are in nats
             source = "curve"
             curves = self.rows_of("final", baseline).curve
             losses = dict(pd.DataFrame([*map(dict, curves)]).dropna(axis=1).mean())
-        steps = arm_settings(self.plan, base).optimizer.steps
+        steps = base.value("steps")
         near = [step for step in losses if steps / 4 <= step <= 4 * steps]
         slope = np.polyfit(np.log(near), [losses[step] for step in near], 1)[0] if len(near) > 1 else 0.0
         if slope >= 0:
@@ -196,7 +196,7 @@ class Study:
     def effects(self) -> list[Effect]:
         """A grid's main effects against the first value of a setting, means over all others, and interactions."""
         arms = self.plan.all_arms
-        values = {name: [self.plan.value(arm, name) for arm in arms.values()] for name in self.plan.varied}
+        values = {name: [arm.value(name) for arm in arms.values()] for name in self.plan.varied}
         if len(values) < 2 or len(arms) != math.prod(len({*of_setting}) for of_setting in values.values()):
             return []
         first = {name: of_setting[0] for name, of_setting in values.items()}

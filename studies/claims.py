@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
-from ablation.plan import STUDIES, arm_settings
+from ablation.plan import STUDIES
 from ablation.report import MISSING, with_interval
 from ablation.stats import MIN_PAIRS_FOR_EQUIVALENCE, Effect, mean_effect
 from ablation.study import Study
@@ -76,7 +76,7 @@ def sweeps(study: Study) -> Iterator[Effect]:
     ranges = rows.pivot_table(**table, aggfunc=np.ptp, observed=True)  # NaN where a run diverged
     ranges = ranges.reindex(study.plan.all_arms)
     for setting in study.plan.varied:
-        values = np.array([str(study.plan.value(arm, setting)) for arm in study.plan.all_arms.values()])
+        values = np.array([str(arm.value(setting)) for arm in study.plan.all_arms.values()])
         means = ranges.groupby(values, sort=False).mean(skipna=False)
         for value in means.index[1:]:
             differences = (means.loc[value] - means.iloc[0]).dropna()
@@ -88,7 +88,7 @@ def sweeps(study: Study) -> Iterator[Effect]:
 def streams(study: Study) -> Iterator[Effect]:
     """What a norm before a block gets: |mean| / std over that of random rows, and the cosine with x minus its mean."""
     for name, arm in study.plan.all_arms.items():
-        model = arm_settings(study.plan, arm).model
+        model = arm.settings.model
         rows = study.rows_of("final", name)[["mean_over_std", "cosine_with_ones"]].dropna()
         if model.norm_placement == "pre" and len(rows) > 1:
             over_chance = rows.mean_over_std * math.sqrt(math.pi * model.hidden_size / 2)

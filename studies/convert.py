@@ -40,7 +40,7 @@ CENTERED = ", centered"
 
 def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
     """The rows of a seed's models, arm by arm. `folder` gets the checkpoints that later arms start from."""
-    origins = {name: arm.settings.get("init_from", "") for name, arm in plan.all_arms.items()}
+    origins = {name: arm.changes.get("init_from", "") for name, arm in plan.all_arms.items()}
     starts = {name: origin.removesuffix(CENTERED) for name, origin in origins.items()}
     quarters = sorted({start for start in starts.values() if start.startswith("quarter")})
     rows = []  # without a hash of settings, as ablate.py cannot make them again
@@ -67,7 +67,7 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
             session.state = dataclasses.replace(read_state(folder / start / "last"), seconds=0.0)
             row = make_row(session, run, "", 1)
         else:  # converted at the end: as it is, or after the steps of the arm
-            row = make_row(session, run, "", 1, train="steps" in plan.all_arms[name].settings)
+            row = make_row(session, run, "", 1, train="steps" in plan.all_arms[name].changes)
             row = dataclasses.replace(row, batches_hash="")
         rows.append(row)
     return rows

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ablation.plan import STUDIES, arm_settings, label
+from ablation.plan import STUDIES, label
 from ablation.stats import Effect, mean_effect
 from ablation.study import Study, load
 from errors import run_main
@@ -39,13 +39,13 @@ def title(study: Study, group: str = "") -> str:
 def arms_by_norm(study: Study) -> dict[str, dict[str, str]]:
     """For each choice of the settings that vary beside the norm: the arm with each norm, as `CONTRASTS` name them."""
     others = {*study.plan.varied} - {"norm", "norm_bias", "center_weights"}
-    models = {name: arm_settings(study.plan, arm).model for name, arm in study.plan.all_arms.items()}
+    models = {name: arm.settings.model for name, arm in study.plan.all_arms.items()}
     norms = {name: f"{model.norm} and bias" if model.has_norm_bias else model.norm for name, model in models.items()}
     groups: dict[str, dict[str, str]] = {}
     for name, arm in study.plan.all_arms.items():
-        group = ", ".join(label(key, value) for key, value in arm.settings.items() if key in others)
+        group = ", ".join(label(key, value) for key, value in arm.changes.items() if key in others)
         arms = groups.setdefault(group, {})
-        if arm.baseline is not None and "init_from" in arm.settings:  # a branch is compared with the run it left
+        if arm.baseline is not None and "init_from" in arm.changes:  # a branch is compared with the run it left
             arms.setdefault(norms[arm.baseline], arm.baseline)
         arms[norms[name]] = name
     return groups

@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pandas as pd
 
-from ablation.plan import STUDIES, arm_settings
+from ablation.plan import STUDIES
 from ablation.report import table, with_interval
 from ablation.stats import Effect
 from ablation.study import Study
@@ -67,7 +67,7 @@ def length_rows(*names: str) -> list[dict]:
     for name in names:
         study, reruns = load_study(name.partition(":")[0]), load_study(name.rpartition(":")[2])
         comparison = next(comparison for comparison in study.comparisons if comparison.arm == "rms")
-        settings, rate = arm_settings(study.plan, study.plan.all_arms["layer"]), study.chosen_learning_rates["layer"]
+        settings, rate = study.plan.all_arms["layer"].settings, study.chosen_learning_rates["layer"]
         tokens = settings.optimizer.steps * settings.data.batch_size * settings.data.sequence_length
         length = f"[{tokens / num_parameters(settings.model):.1f}](studies/{study.plan.name}/report.md)"
         row = {"tokens for each parameter": length, "rate": f"{rate:g}", "pairs": comparison.effect.n}

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import ablate
-from ablation.plan import STUDIES, Plan, arm_settings, find_plan, load_plan, save_plan
+from ablation.plan import STUDIES, Plan, find_plan, load_plan, save_plan
 from checkpoints.pretrained import save_pretrained
 from errors import UserError
 from model.config import ModelConfig
@@ -20,7 +20,7 @@ def test_a_grid_has_every_combination_and_compares_the_first_setting_at_equal_ot
     baselines = {"rms, no qk_norm": "layer, no qk_norm", "rms, qk_norm": "layer, qk_norm"}
     expected = {"layer, no qk_norm": None, "layer, qk_norm": None} | baselines
     assert {arm.name: arm.baseline for arm in arms.values()} == expected
-    assert arms["rms, qk_norm"].settings == {"norm": "rms", "qk_norm": True}
+    assert arms["rms, qk_norm"].changes == {"norm": "rms", "qk_norm": True}
 
 
 def test_a_sweep_is_the_default_where_one_learning_rate_would_be_unfair():
@@ -40,7 +40,7 @@ def test_a_sweep_is_the_default_where_one_learning_rate_would_be_unfair():
 def test_a_warm_up_shrinks_with_the_steps_of_a_plan_but_never_one_that_an_arm_asks_for():
     def warm_ups(**fields) -> list[int]:
         plan = Plan(**fields)
-        return [arm_settings(plan, arm).optimizer.warmup_steps for arm in plan.all_arms.values()]
+        return [arm.settings.optimizer.warmup_steps for arm in plan.all_arms.values()]
 
     assert warm_ups(vary={"warmup_steps": [20, 500]}, steps=30) == [20, 500]
     assert warm_ups(vary={"steps": [30, 2400]}) == [3, 60] and warm_ups(vary=GRID, steps=300) == [30] * 4
@@ -53,9 +53,9 @@ def test_an_arm_has_the_model_of_its_checkpoint_and_derived_settings_as_in_train
     for changes in ({}, {"norm": ["rms"]}, {"sequence_length": [64]}):
         plan = Plan(config="tiny", vary={"init_from": [str(tmp_path / "rms"), str(tmp_path / "layer")]} | changes)
         for arm in plan.all_arms.values():
-            flags = [f"--{name.replace('_', '-')}={value}" for name, value in arm.settings.items()]
+            flags = [f"--{name.replace('_', '-')}={value}" for name, value in arm.changes.items()]
             expected = parse(["--config", "tiny", *flags], "").settings
-            settings = arm_settings(plan, arm)
+            settings = arm.settings
             assert (settings.model, settings.data) == (expected.model, expected.data)
             assert settings.run.init_from == expected.run.init_from
 

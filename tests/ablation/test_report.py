@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from ablation import report, study
-from ablation.plan import STUDIES, Plan, arm_settings
+from ablation.plan import STUDIES, Plan
 from ablation.records import JUDGEMENT, Judgement
 from ablation.study import Study
 from model.count import num_parameters
@@ -44,7 +44,7 @@ def test_the_numbers_are_those_of_the_study(finish, tmp_path):
     assert float(row["p (Holm)"]) == pytest.approx(comparison.p_holm, rel=5e-3)
     arm = rows_of(shown, "Arms")[0]
     assert arm["nats per token"].split()[0] == loss
-    config = dataclasses.replace(arm_settings(PLAN, PLAN.all_arms["layer"]).model, vocab_size=300)
+    config = dataclasses.replace(PLAN.all_arms["layer"].settings.model, vocab_size=300)
     assert int(arm["parameters"].replace(",", "")) == num_parameters(config)
 
 
