@@ -17,11 +17,16 @@ TILE = 1024  # hidden elements in a tile: eight for each of 128 threads, for loa
 
 
 @triton.jit
-def locate_tile(width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows (ROWS, 1) in 64 bits and columns (1, BLOCK) of a program; neighbours in a row run at the same time."""
+def load_tile(gate_up_ptr, stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows (ROWS, 1) in 64 bits and columns (1, BLOCK) of a program, which of them exist, and gate and up in float32.
+    Neighbours in a row run at the same time."""
     tiles = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    return row, tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)[None, :]
+    column = tl.program_id(0) % tiles * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < width)
+    gate_ptr = gate_up_ptr + row * stride + column
+    gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
+    return row, column, inside, gate, tl.load(gate_ptr + width, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -31,11 +36,7 @@ def swiglu_forward_kernel(
     stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """hidden = silu(gate) up, for a tile of ROWS rows and BLOCK columns."""
-    row, column = locate_tile(width, ROWS, BLOCK)
-    inside = (row < rows) & (column < width)
-    gate_ptr = gate_up_ptr + row * stride + column
-    gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptr + width, mask=inside, other=0.0).to(tl.float32)
+    row, column, inside, gate, up = load_tile(gate_up_ptr, stride, rows, width, ROWS, BLOCK)
     hidden = gate * tl.sigmoid(gate) * up
     tl.store(hidden_ptr + row * width + column, hidden.to(hidden_ptr.dtype.element_ty), mask=inside)
 
@@ -48,11 +49,7 @@ def swiglu_backward_kernel(
     dhidden_stride, stride, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradients of gate and up, and hidden again; with p = sigmoid(gate), silu' = p (1 + gate (1 - p))."""
-    row, column = locate_tile(width, ROWS, BLOCK)
-    inside = (row < rows) & (column < width)
-    gate_ptr = gate_up_ptr + row * stride + column
-    gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_ptr + width, mask=inside, other=0.0).to(tl.float32)
+    row, column, inside, gate, up = load_tile(gate_up_ptr, stride, rows, width, ROWS, BLOCK)
     dhidden = tl.load(dhidden_ptr + row * dhidden_stride + column, mask=inside, other=0.0).to(tl.float32)
     p = tl.sigmoid(gate)
     silu = gate * p
@@ -100,7 +97,7 @@ def swiglu_backward(dhidden: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class TritonSwiGLU(torch.autograd.Function):
-    """See `swiglu`."""
+    """`reference.swiglu` as one function."""
 
     @staticmethod
     def forward(ctx, gate_up):
@@ -113,9 +110,7 @@ class TritonSwiGLU(torch.autograd.Function):
         return swiglu_backward(grad, *ctx.saved_tensors)[0]
 
 
-def swiglu(gate_up):
-    """As `reference.swiglu`."""
-    return TritonSwiGLU.apply(gate_up)
+swiglu = TritonSwiGLU.apply
 
 
 class TritonMLP(torch.autograd.Function):

@@ -97,22 +97,25 @@ def multiply_rows(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def decode_qkv_kernel(
-    s_ptr, norm_weight_ptr, norm_bias_ptr,  # (B, D) and (D,); norm weight and bias may be None
+def decode_product_kernel(
+    x_ptr, norm_weight_ptr, norm_bias_ptr,  # (B, D) and (D,); norm weight and bias may be None
     weight_ptr, bias_ptr,  # (rows, D) and (rows,); bias may be None
-    qkv_ptr,  # float32 output (B, rows)
-    rows, width, eps, KIND: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    out_ptr,  # (B, rows), which is updated in place if ADDS
+    rows, width, eps, KIND: tl.constexpr, ADDS: tl.constexpr,
+    SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """qkv = W norm(s) + bias for ROWS rows of W and all sequences."""
+    """out = W norm(x) + bias, or out += that, for ROWS rows of W and all sequences; KIND None: x is not normalized."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     results = multiply_rows(
-        s_ptr, norm_weight_ptr, norm_bias_ptr, weight_ptr, row, row < rows, width, eps, KIND, SEQUENCES, ROWS, BLOCK
+        x_ptr, norm_weight_ptr, norm_bias_ptr, weight_ptr, row, row < rows, width, eps, KIND, SEQUENCES, ROWS, BLOCK
     )
     for i in tl.static_range(SEQUENCES):
         y = results[i]
         if bias_ptr is not None:
             y += tl.load(bias_ptr + row, mask=row < rows, other=0.0).to(tl.float32)
-        tl.store(qkv_ptr + i * rows + row, y, mask=row < rows)
+        if ADDS:
+            y += tl.load(out_ptr + i * rows + row, mask=row < rows, other=0.0).to(tl.float32)
+        tl.store(out_ptr + i * rows + row, y.to(out_ptr.dtype.element_ty), mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -134,19 +137,6 @@ def decode_gate_up_kernel(
         gate, up = tl.split(tl.permute(tl.reshape(results[i], (2, half)), (1, 0)))
         hidden = gate * tl.sigmoid(gate) * up
         tl.store(hidden_ptr + i * rows + element, hidden.to(hidden_ptr.dtype.element_ty), mask=element < rows)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def decode_project_kernel(
-    x_ptr, weight_ptr, s_ptr,  # (B, width), (rows, width), and (B, rows), which is updated in place
-    rows, width, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """s += W x for ROWS rows of W and all sequences."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    results = multiply_rows(x_ptr, None, None, weight_ptr, row, row < rows, width, 0.0, None, SEQUENCES, ROWS, BLOCK)
-    for i in tl.static_range(SEQUENCES):
-        s = tl.load(s_ptr + i * rows + row, mask=row < rows, other=0.0).to(tl.float32) + results[i]
-        tl.store(s_ptr + i * rows + row, s.to(s_ptr.dtype.element_ty), mask=row < rows)
 
 
 @triton.jit
@@ -300,7 +290,8 @@ def qkv(s, norm, weight, bias, out):
     norm: an object with `kind`, "rms" or "layer"; `weight` and `bias`, each (D,) or None; and `eps`.
     """
     tensors = s, norm.weight, norm.bias, weight, bias, out
-    launch_product(decode_qkv_kernel, tensors, weight, len(weight), eps=norm.eps, KIND=norm.kind, SEQUENCES=len(s))
+    options = {"eps": norm.eps, "KIND": norm.kind, "ADDS": False, "SEQUENCES": len(s)}
+    launch_product(decode_product_kernel, tensors, weight, len(weight), **options)
 
 
 def attention(packed, head_norm_weights, eps, tables, position, padding, keys, values, partials, out):
@@ -330,7 +321,8 @@ def attention(packed, head_norm_weights, eps, tables, position, padding, keys, v
 
 def project(x, weight, s):
     """s (B, D) += W x, of x (B, N) and weight (D, N)."""
-    launch_product(decode_project_kernel, (x, weight, s), weight, len(weight), SEQUENCES=len(x))
+    options = {"eps": 0.0, "KIND": None, "ADDS": True, "SEQUENCES": len(x)}
+    launch_product(decode_product_kernel, (x, None, None, weight, None, s), weight, len(weight), **options)
 
 
 def gate_up(s, norm, weight, hidden):
