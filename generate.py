@@ -11,7 +11,7 @@ def main() -> None:
     # Imported here, so that Ctrl-C at any time ends in one line.
     import dataclasses
 
-    from checkpoints.find import find_adapter, find_checkpoint, newest_run, tokenizer_directory
+    from checkpoints.find import find_checkpoint, find_files, newest_run
     from data.chat import ChatFormat
     from data.tokenizer import load_tokenizer
     from flags import parse_flags
@@ -43,7 +43,7 @@ def main() -> None:
         source = "the model's generation_config.json"
     settings = dataclasses.replace(settings, chat=chat)
     sys.stdout.reconfigure(newline="\n")  # the same bytes on Windows
-    tokenizer = load_tokenizer(tokenizer_directory(*find_adapter(checkpoint, settings.adapter)))
+    tokenizer = load_tokenizer(find_files(checkpoint, settings.adapter).tokenizer)
     if settings.chat:
         ChatFormat(tokenizer)  # an error before the weights are read
     if tokenizer.chat_template is not None and not settings.chat:

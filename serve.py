@@ -13,7 +13,7 @@ from typing import Annotated
 
 import tyro
 
-from checkpoints.find import describe, find_checkpoint, newest_run
+from checkpoints.find import find_checkpoint, find_files, newest_run
 from errors import UserError
 from flags import optional
 from generation.settings import Dtype
@@ -53,7 +53,7 @@ def main(
     print(f"http://{host}:{listener.getsockname()[1]}/ (Ctrl-C ends it) serves")
     for name, model in server.models.items():
         computed = str(model.decoder.compute_dtype).removeprefix("torch.")
-        print(f"  {name}: {describe(directories[name])} on {model.device} in {computed}", flush=True)
+        print(f"  {name}: {find_files(directories[name])} on {model.device} in {computed}", flush=True)
     gc.freeze()  # else a body of many lists stops all answers for half a second, to look for cycles in all of torch
     signal.signal(signal.SIGINT, stop)
     server.run(sockets=[listener])

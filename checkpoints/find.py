@@ -1,10 +1,11 @@
 """What a RUN argument means: a directory on disk or on the Hub, and an adapter's model. Imports no torch."""
 
-import difflib
 import itertools
 import re
 import shlex
+from difflib import get_close_matches
 from pathlib import Path
+from typing import NamedTuple
 
 from checkpoints.weights import ADAPTER_CONFIG, INDEX, OTHER_FORMATS, SINGLE, check_format
 from errors import UserError, note
@@ -13,6 +14,27 @@ from files import read_json
 RUNS = Path("runs")
 # org/name or org/name@revision
 HUB_ID = re.compile(r"(?P<id>(?!runs/)\w[\w.-]*/(?P<name>\w[\w.-]*))(?:@(?P<revision>.+))?", re.ASCII)
+
+
+class ModelFiles(NamedTuple):
+    """The directories of a model and of its adapter, if it has one."""
+
+    model: Path
+    adapter: Path | None
+
+    def __str__(self) -> str:
+        return str(self.model) if self.adapter is None else f"{self.model} with the adapter {self.adapter}"
+
+    @property
+    def tokenizer(self) -> Path:
+        """The directory with the tokenizer: the adapter's, if it has one."""
+        return self.adapter if self.adapter is not None and any(self.adapter.glob("tokenizer.*")) else self.model
+
+    @property
+    def generation_config(self) -> Path:
+        """The generation_config.json: the adapter's, if it has one."""
+        path = (self.adapter or self.model) / "generation_config.json"
+        return path if path.is_file() else self.model / path.name
 
 
 def find_checkpoint(name: Path | str) -> Path:
@@ -39,8 +61,8 @@ def find_checkpoint(name: Path | str) -> Path:
     raise UserError(f"{problem} config.json, best/ or last/.{newest_runs(path.parent, path.name)}")
 
 
-def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Path | None]:
-    """The directories of a model and its adapter, if any; an adapter as `directory` holds or names its model."""
+def find_files(directory: Path, adapter: str | None = None) -> ModelFiles:
+    """A model with its adapter, if any; an adapter as `directory` holds or names its model."""
     has_weights = any((directory / name).is_file() for name in (SINGLE, INDEX))
     is_adapter = (directory / ADAPTER_CONFIG).is_file() and not has_weights
     if adapter is not None and is_adapter:
@@ -53,9 +75,9 @@ def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Pat
         is_here = isinstance(base, str) and Path(base).is_dir()
         if is_here and not any(place.samefile(directory) for place in (Path(base), *saves_in(Path(base)))):
             note(f"{adapter} was trained on {base}, not on {directory}: it fits only if their weights are equal")
-        return directory, adapter_directory
+        return ModelFiles(directory, adapter_directory)
     if not is_adapter:  # one beside weights is used, as in transformers
-        return directory, directory if (directory / ADAPTER_CONFIG).is_file() else None
+        return ModelFiles(directory, directory if (directory / ADAPTER_CONFIG).is_file() else None)
     fields = read_json(directory / ADAPTER_CONFIG)
     base = fields.get("base_model_name_or_path")
     advice = f"Give the model itself: python generate.py MODEL --adapter {shlex.quote(str(directory))}"
@@ -67,27 +89,10 @@ def find_adapter(directory: Path, adapter: str | None = None) -> tuple[Path, Pat
             base = str(folder.joinpath(*parts[start:]))
     on_hub = fields.get("revision") and not Path(base).exists()
     try:
-        return find_checkpoint(f"{base}@{fields['revision']}" if on_hub else base), directory
+        return ModelFiles(find_checkpoint(f"{base}@{fields['revision']}" if on_hub else base), directory)
     except UserError as error:
         reason = str(error).partition(" Did you mean")[0]
         raise UserError(f"{directory} is an adapter of a model that is not here: {reason} {advice}") from None
-
-
-def describe(directory: Path, adapter: str | None = None) -> str:
-    """The directory of a model, and of its adapter if it has one."""
-    model, adapter_directory = find_adapter(directory, adapter)
-    return str(model) if adapter_directory is None else f"{model} with the adapter {adapter_directory}"
-
-
-def tokenizer_directory(model: Path, adapter: Path | None) -> Path:
-    """The directory with the tokenizer: that of the adapter, if it has one, or else its model's."""
-    return adapter if adapter is not None and any(adapter.glob("tokenizer.*")) else model
-
-
-def generation_config(model: Path, adapter: Path | None) -> Path:
-    """The generation_config.json of an adapter, if it has one, or else of its model."""
-    path = (adapter or model) / "generation_config.json"
-    return path if path.is_file() else model / path.name
 
 
 def download(name: str, revision: str | None) -> Path:
@@ -116,7 +121,7 @@ def newest_run(folder: Path = RUNS) -> Path:
 def newest_runs(folder: Path = RUNS, wanted: str = "") -> str:
     """A sentence for an error: the run that is called almost as wanted, or the newest, in `folder` or else in runs/."""
     runs = runs_in(folder) or runs_in(RUNS)
-    close = difflib.get_close_matches(wanted, [run.name for run in runs], n=1)
+    close = get_close_matches(wanted, [run.name for run in runs], n=1)
     if close:
         return f" Did you mean {runs[0].parent / close[0]}?"
     return f" Newest runs: {', '.join(map(str, runs[:5]))}." if runs else ""

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from checkpoints.find import find_adapter, find_checkpoint, tokenizer_directory
+from checkpoints.find import find_checkpoint, find_files
 from errors import UserError
 
 REFUSALS = (ImportError, OSError, UserError, ValueError)  # another exception of a program is a crash
@@ -68,12 +68,13 @@ def transformers(place: str, questions: Questions) -> Answers:
 
     name = f"transformers {__version__}"
     options = {"local_files_only": True, "trust_remote_code": False}
-    model, adapter = find_adapter(find_checkpoint(place))
-    if adapter is not None:
+    weights = options | {"use_safetensors": True, "torch_dtype": torch.float32}
+    files = find_files(find_checkpoint(place))
+    if files.adapter is not None:
         import peft
 
         name = f"peft {peft.__version__}, {name}"
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_directory(model, adapter), **options)
+    tokenizer = AutoTokenizer.from_pretrained(files.tokenizer, **options)
     yield "program", name
 
     encode_prompt = partial(tokenizer.encode, split_special_tokens=True)
@@ -84,15 +85,15 @@ def transformers(place: str, questions: Questions) -> Answers:
         return text, tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
     yield from ask_tokenizer(encode, encode_prompt, render, questions)
-    decoder = AutoModelForCausalLM.from_pretrained(model, torch_dtype=torch.float32, use_safetensors=True, **options)
+    decoder = AutoModelForCausalLM.from_pretrained(files.model, **weights)
     config = decoder.generation_config
     yield "EOS", sorted(config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id])
     sampling = {"repetition_penalty": 1.0, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "min_p": 0.0}
     sampling |= {name: getattr(config, name) for name in sampling if getattr(config, name) is not None}
     greedy = {"temperature": 0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
     yield "sampling", sampling if config.do_sample else sampling | greedy
-    if adapter is not None:
-        decoder = peft.PeftModel.from_pretrained(decoder, adapter)
+    if files.adapter is not None:
+        decoder = peft.PeftModel.from_pretrained(decoder, files.adapter)
     decoder.eval().requires_grad_(False)
 
     def predict(ids: list[int], positions: list[int]) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
 import kernels
-from checkpoints.find import describe
+from checkpoints.find import find_files
 from data.chat import ChatFormat, Message
 from data.tokenizer import Tokenizer, encode_prompt, tokens_after
 from errors import UserError, counted, log
@@ -45,7 +45,7 @@ def run(
     device = next(decoder.parameters()).device
     dtype = str(decoder.compute_dtype).removeprefix("torch.")
     dtype += " with int8 matrices" if settings.dtype == "int8" else ""
-    log(f"{describe(directory, settings.adapter)} on {device} in {dtype}, kernels: {kernels.describe(device)}")
+    log(f"{find_files(directory, settings.adapter)} on {device} in {dtype}, kernels: {kernels.describe(device)}")
     if settings.samples > 1 and settings.sampling.temperature == 0:
         log("the samples of a prompt are equal, because temperature 0 always takes the most likely token")
     continue_prompts = functools.partial(

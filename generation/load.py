@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import kernels
-from checkpoints.find import find_adapter, find_checkpoint, generation_config, tokenizer_directory
+from checkpoints.find import ModelFiles, find_checkpoint, find_files
 from checkpoints.pretrained import Checkpoint, load_pretrained, open_checkpoint, save_pretrained, write_json
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from errors import UserError, reading
@@ -21,16 +21,16 @@ def open_model(
     run: Path | str, adapter: str | None = None, tokenizer: Tokenizer | None = None
 ) -> tuple[Checkpoint, Tokenizer, frozenset[int]]:
     """A checkpoint whose weights are not read yet, its tokenizer (as given, if it is), and the ids that end a text."""
-    model, adapter_directory = find_adapter(find_checkpoint(run), adapter)
-    checkpoint = open_checkpoint(model, adapter_directory)
-    tokenizer = tokenizer or load_tokenizer(tokenizer_directory(model, adapter_directory))
+    files = find_files(find_checkpoint(run), adapter)
+    checkpoint = open_checkpoint(*files)
+    tokenizer = tokenizer or load_tokenizer(files.tokenizer)
     check_vocabulary(tokenizer, checkpoint.config.vocab_size)
-    return checkpoint, tokenizer, eos_ids(model, tokenizer.eos_id, adapter_directory)
+    return checkpoint, tokenizer, eos_ids(files, tokenizer.eos_id)
 
 
-def eos_ids(model: Path, tokenizer_eos: int, adapter: Path | None = None) -> frozenset[int]:
+def eos_ids(files: ModelFiles, tokenizer_eos: int) -> frozenset[int]:
     """All ids that end a text: the tokenizer's EOS, and those (of chat models several) that the model's files list."""
-    for path in (generation_config(model, adapter), model / "config.json"):
+    for path in (files.generation_config, files.model / "config.json"):
         with reading(path):
             eos = read_json(path).get("eos_token_id")  # a number, a list or null
             if eos is not None:
@@ -67,7 +67,7 @@ def merge(directory: Path, adapter: str | None, new: Path) -> None:
     if checkpoint.adapter is None:
         raise UserError(f"--merge: {checkpoint.directory} is no adapter, and --adapter names none; nothing to merge.")
     decoder = load_pretrained(checkpoint)
-    fields = read_json(generation_config(checkpoint.directory, checkpoint.adapter))
+    fields = read_json(ModelFiles(checkpoint.directory, checkpoint.adapter).generation_config)
     fields["eos_token_id"] = [tokenizer.eos_id, *sorted(ends - {tokenizer.eos_id})]
     new.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=new.parent) as folder:

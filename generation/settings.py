@@ -12,7 +12,7 @@ import msgspec
 import tyro
 from msgspec import Meta
 
-from checkpoints.find import find_adapter, generation_config
+from checkpoints.find import find_files
 from errors import UserError, counted, log, note, reading
 from files import read_json
 from flags import Fraction, NonNegativeFloat, check_fields, optional
@@ -137,7 +137,7 @@ def recommended_sampling(directory: Path, adapter: str | None = None, chat: bool
 
     A greedy one is for chats alone: a text would repeat itself.
     """
-    path = generation_config(*find_adapter(directory, adapter))
+    path = find_files(directory, adapter).generation_config
     fields = {key: value for key, value in read_json(path).items() if value is not None}
     unsupported = [key for key, neutral in UNSUPPORTED.items() if fields.get(key, neutral) != neutral]
     if unsupported:

@@ -9,7 +9,7 @@ import transformers
 from safetensors.torch import load_file
 
 from checkpoints.families import load_config
-from checkpoints.find import find_adapter, find_checkpoint
+from checkpoints.find import find_checkpoint, find_files
 from checkpoints.pretrained import load_pretrained, load_weights, open_checkpoint, save_pretrained
 from errors import UserError
 from generation.generate import generate
@@ -21,7 +21,7 @@ LOGITS = 2e-6
 
 def load(directory):
     """The model of an adapter's directory, with the adapter added to its weights."""
-    return load_pretrained(open_checkpoint(*find_adapter(directory)))
+    return load_pretrained(open_checkpoint(*find_files(directory)))
 
 
 SUBSETS = {
@@ -120,7 +120,7 @@ def test_an_adapter_of_another_model_is_refused_and_one_with_other_weights_is_no
     model = adapter.parent / "model"
     capsys.readouterr()
     for base, notes in ((model, 0), (shutil.copytree(model, model.with_name("other")), 1)):
-        assert find_adapter(base, str(adapter)) == (base, adapter)
+        assert find_files(base, str(adapter)) == (base, adapter)
         assert capsys.readouterr().err.count(f"was trained on {model}, ") == notes
     load(adapter)
     assert "train it again" not in capsys.readouterr().err
@@ -140,7 +140,7 @@ def test_with_config_json_or_a_copy_of_the_head_it_stays_an_adapter(adapter, mak
     edit(adapter, lambda t: t.update({HEAD: head.bfloat16()}))  # as of a model that PEFT opened in bfloat16
     for file in ("config.json", "model.safetensors"):  # the last: a model with its adapter
         shutil.copy(model / file, adapter)
-        assert find_adapter(adapter) == (adapter if file == "model.safetensors" else model, find_checkpoint(adapter))
+        assert find_files(adapter) == (adapter if file == "model.safetensors" else model, find_checkpoint(adapter))
         assert relative(load(adapter)(tokens), expected) <= 1e-6 < relative(load_pretrained(model)(tokens), expected)
         for command in (load_config, open_checkpoint, load_pretrained):
             with pytest.raises(UserError, match=r"is an adapter; .*: python generate.py '.*adapter' --merge NEW"):
@@ -153,13 +153,13 @@ def test_the_model_of_an_adapter_is_found_from_any_folder(adapter, make_lora, mo
     monkeypatch.chdir(tmp_path / "elsewhere")
     for base in ("model", f"/gone/{tmp_path.name}/model"):  # as saved in the folder of both; both were moved
         edit(adapter, base_model_name_or_path=base)
-        assert find_adapter(adapter)[0].samefile(adapter.parent / "model")
+        assert find_files(adapter)[0].samefile(adapter.parent / "model")
     with pytest.raises(UserError, match="is an adapter; leave out --adapter"):
-        find_adapter(adapter, str(adapter))
+        find_files(adapter, str(adapter))
 
 
 @pytest.mark.parametrize("base", [None, "", ["a"], "a\0b"])
 def test_an_adapter_that_names_no_model_says_what_to_give(adapter, base):
     edit(adapter, base_model_name_or_path=base)
     with pytest.raises(UserError, match=r"Give the model itself: python generate.py MODEL --adapter .*adapter"):
-        find_adapter(adapter)
+        find_files(adapter)

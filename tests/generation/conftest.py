@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 import kernels
-from checkpoints.find import find_adapter, tokenizer_directory
+from checkpoints.find import find_files
 from checkpoints.pretrained import save_pretrained
 from data.chat import ChatFormat
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -59,7 +59,7 @@ def output(capsys) -> Callable[..., tuple[str, list[str]]]:
     """What generate.py prints: all text, and the lines of its log."""
 
     def run(directory: Path, prompts: Sequence[str] = ("x",), **settings) -> tuple[str, list[str]]:
-        tokenizer = load_tokenizer(tokenizer_directory(*find_adapter(directory, settings.get("adapter"))))
+        tokenizer = load_tokenizer(find_files(directory, settings.get("adapter")).tokenizer)
         cli.run(Settings(device="cpu", **settings), directory, tokenizer, prompts)
         text, log = capsys.readouterr()
         return text, log.splitlines()

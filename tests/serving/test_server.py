@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import serve
-from checkpoints.find import describe
+from checkpoints.find import find_files
 from data.tokenizer import encode_prompt
 from errors import UserError
 from generation import generate
@@ -261,4 +261,4 @@ def test_a_port_in_use_is_one_line(server, directories):
 
 def test_an_adapter_is_named_with_its_model(directories, tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(directories[0])}))
-    assert describe(tmp_path) == f"{directories[0]} with the adapter {tmp_path}"
+    assert str(find_files(tmp_path)) == f"{directories[0]} with the adapter {tmp_path}"
