@@ -16,7 +16,7 @@ import tyro
 from msgspec import Meta
 from tyro.conf import arg
 
-from errors import COLOURS, UserError
+from errors import COLOURS, UserError, fit_stdout
 
 Name = Annotated[str, Meta(min_length=1)]
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -88,6 +88,7 @@ def parse_flags(kind: Callable, **options: object) -> Any:
     arguments = options.get("args", sys.argv[1:])
     check_arguments(arguments, kind)
     if {"-h", "--help"} & {*arguments}:
+        fit_stdout()
         return tyro.cli(kind, **options)
     box = io.StringIO()
     columns = os.environ.get("COLUMNS", "")  # an empty one counts as none

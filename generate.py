@@ -3,7 +3,7 @@
 import shlex
 import sys
 
-from errors import UserError, exit_on_user_error, fit_stdout, log
+from errors import UserError, exit_on_user_error, log
 
 
 def main() -> None:
@@ -17,8 +17,6 @@ def main() -> None:
     from flags import parse_flags
     from generation.settings import Settings, read_prompts, recommended_sampling
 
-    if {"-h", "--help"} & {*sys.argv}:
-        fit_stdout()
     settings = parse_flags(Settings, prog="generate.py")
     try:
         checkpoint = find_checkpoint(newest_run() if settings.run is None else settings.run)

@@ -95,11 +95,8 @@ def sample_text(files: list[TextFile], settings: DataSettings) -> list[str]:
     return [block for _, block in sample]
 
 
-def train_tokenizer(texts: Sequence[str], vocab_size: int, *, has_rare: bool = True) -> Tokenizer:
-    """Train a byte-pair encoding of at most `vocab_size` pieces. None has a newline or a tab: those are bytes.
-
-    has_rare: whether there may be characters to leave out where they are too many for the vocabulary.
-    """
+def train_tokenizer(texts: Sequence[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-pair encoding of at most `vocab_size` pieces. None has a newline or a tab: those are bytes."""
     import sentencepiece
 
     if not any(texts):
@@ -115,11 +112,11 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, *, has_rare: bool = T
     except (RuntimeError, ValueError, OSError) as error:
         too_small = re.search(r"smaller than required_chars. \d+ vs (\d+)", str(error))
         most = (vocab_size - 270) // 2  # characters, as many as longer pieces; 270 are bytes and special tokens
-        if too_small and has_rare and most > 0:
+        characters = Counter(itertools.chain.from_iterable(texts))
+        if too_small and 0 < most < len(characters):
             note(f"rare characters are spelled in bytes, as --vocab-size is {vocab_size} and they need {too_small[1]}")
-            ranked = Counter(itertools.chain.from_iterable(texts)).most_common()
-            left_out = {ord(character): "\n" for character, _ in ranked[most:]}
-            return train_tokenizer([text.translate(left_out) for text in texts], vocab_size, has_rare=False)
+            left_out = {ord(character): "\n" for character, _ in characters.most_common()[most:]}
+            return train_tokenizer([text.translate(left_out) for text in texts], vocab_size)
         if too_small:
             raise UserError(f"--vocab-size {vocab_size}: this text needs {too_small[1]} or more.") from None
         raise UserError(f"no tokenizer could be trained on this text ({error}); give more text.") from None

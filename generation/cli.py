@@ -77,8 +77,12 @@ def print_texts(
             first_tokens=[first_tokens[index] for index, _ in batch],
         )
         if settings.jsonl:
-            rows = [{"row": index, "prompt": prompts[index], "sample": sample} for index, sample in batch]
-            print_json(tokens, streams, rows)
+            for token in stream_texts(tokens, streams):
+                if token.end is not None:
+                    index, sample = batch[token.sequence]
+                    row = {"row": index, "prompt": prompts[index], "sample": sample}
+                    row |= {"text": streams[token.sequence].text, "end": token.end}
+                    write(json.dumps(row, ensure_ascii=False) + "\n")
         else:
             print_in_order(tokens, streams)
             write("\n\n" if start + len(batch) < len(samples) else "\n")
@@ -87,14 +91,6 @@ def print_texts(
             log(f"of {counted(len(samples), 'answer')}, empty as it ended at once: {', '.join(empty)}")
         if any(stream.end == "context" for stream in streams):
             log("a text ends where the model's context is full")
-
-
-def print_json(tokens: Generator[NewToken], streams: Sequence[TextStream], rows: Sequence[dict]) -> None:
-    """Print each text as JSON when it is finished, behind the fields of its row."""
-    for token in stream_texts(tokens, streams):
-        if token.end is not None:
-            row = rows[token.sequence] | {"text": streams[token.sequence].text, "end": token.end}
-            write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def print_in_order(tokens: Generator[NewToken], streams: Sequence[TextStream]) -> None:

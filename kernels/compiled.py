@@ -46,8 +46,6 @@ class LoopCache(FunctionCache):
     def load_overload(self, *arguments: object) -> object:
         try:
             machine_code = super().load_overload(*arguments)
-        except OSError:  # such as too many open files
-            return None
         except Exception:  # whatever Numba raises
             note(f"loops are compiled anew, as their cache in {self.cache_path} is damaged")
             with contextlib.suppress(OSError):

@@ -68,19 +68,18 @@ def inspect(decoder: Decoder, ids: Sequence[int]) -> Inspection:
     return Inspection(norms=tuple(norms), chance=chance, losses=losses, **stacked)
 
 
-def surgery(decoder: Decoder, ids: Sequence[int], change: str, norm: str | None = None) -> Tensor:
-    """Losses (T - 1,) after one of `CHANGES` in the norm of this name (None, "all": in all), minus those before."""
+def surgery(decoder: Decoder, ids: Sequence[int], change: str, norm: str = "all") -> Tensor:
+    """Losses (T - 1,) after one of `CHANGES` in the norm of this name, or in all, minus those before."""
     norms = {name: module for name, module in decoder.named_modules() if isinstance(module, Norm)}
-    if change not in CHANGES or norm not in (None, "all", *norms):
-        of_norm = "" if norm is None else f" of {norm}"
+    if change not in CHANGES or norm not in ("all", *norms):
         choices = f"changes are {', '.join(CHANGES)}; norms are all, {', '.join(norms)}"
-        raise UserError(f"there is no change {change}{of_norm}: {choices}.")
+        raise UserError(f"there is no change {change} of {norm}: {choices}.")
 
     def run_changed_norm(module: Norm, _: tuple, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         s = outputs[1]  # (1, T, D)
         return CHANGES[change](copy.deepcopy(module), s), s
 
-    chosen_norms = norms.values() if norm in (None, "all") else [norms[norm]]
+    chosen_norms = norms.values() if norm == "all" else [norms[norm]]
     return token_losses(decoder, ids, dict.fromkeys(chosen_norms, run_changed_norm)) - token_losses(decoder, ids, {})
 
 

@@ -26,8 +26,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(width, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        has_adapter = not isinstance(self.down_proj, Linear)  # LoRA replaced it
-        if self.kind == "swiglu" and not has_adapter:  # both products and SwiGLU as one function
+        if self.kind == "swiglu" and isinstance(self.down_proj, Linear):  # not what LoRA has in its place
             return kernels.swiglu_mlp(x, self.gate_up_proj.weight, self.down_proj.weight)
         if self.kind == "swiglu":
             hidden = kernels.swiglu(self.gate_up_proj(x))

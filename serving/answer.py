@@ -96,7 +96,7 @@ class InspectRequest(msgspec.Struct, kw_only=True):
     model: str
     text: str
     change: str | None = None  # one of `CHANGES`
-    norm: str | None = None  # all
+    norm: str = "all"
 
 
 class Piece(NamedTuple):

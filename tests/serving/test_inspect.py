@@ -57,7 +57,7 @@ def test_the_reply_is_what_inspect_measures_and_surgery_changes(server, name):
     for field, tensor in expected.items():
         torch.testing.assert_close(torch.tensor(reply[field]), tensor, atol=6e-6, rtol=1e-6, check_dtype=False)
     for change in CHANGES:
-        for norm in (None, "layers.1.input_layernorm"):
+        for norm in ("all", "layers.1.input_layernorm"):
             status, reply = ask(server, {"model": name, "text": TEXT, "change": change, "norm": norm})
             differences = torch.tensor(reply["differences"])
             torch.testing.assert_close(differences, surgery(model.decoder, ids, change, norm), atol=6e-6, rtol=1e-6)
