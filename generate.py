@@ -33,7 +33,10 @@ def main() -> None:
         log(f"written: {settings.merge}; try it: python generate.py {shlex.quote(str(settings.merge))}{chat}")
         return
     prompts = read_prompts(settings)
-    chat = settings.chat or any(isinstance(prompt, list) for prompt in prompts or ())  # messages
+    are_messages = {isinstance(prompt, list) for prompt in prompts or ()}
+    chat = settings.chat or True in are_messages
+    if len(are_messages) > 1 and not settings.chat:
+        raise UserError("some lines have messages, others a prompt; --chat answers prompts too, or give them apart.")
     recommended = recommended_sampling(checkpoint, settings.adapter, chat)
     source = "the defaults"
     if recommended is not None:

@@ -62,7 +62,7 @@ class Experiment:
             row = dataclasses.replace(row, commit=row.commit or commit())  # a cluster gets the code without git
             reason = self.difference_from_earlier(row)
         except BrokenProcessPool:
-            reason = "its process was killed, perhaps for lack of memory"
+            reason = "its process was killed, perhaps for lack of memory, or by the error that is printed above"
         except Exception as error:
             error = getattr(error, "cause", error)  # Ray's own error has the one that was raised
             reason = f"{type(error).__name__}: {error}"
@@ -235,7 +235,7 @@ def estimate_runs(experiment: Experiment, torch_device: str, level: float | None
     if seconds > 3600 * plan.hours:
         more = f"; but it ends after {plan.hours:g} hours (--hours), before all have run"
     elif study.pairs is None or study.missing(study.sweep_runs):
-        reruns = "reruns (--rerun-seeds) and " if plan.rerun_seeds else ""
+        reruns = "reruns (--rerun-seeds) and " if plan.rerun_seeds and study.missing(study.sweep_runs) else ""
         more = f"; then {reruns}the final pairs, within {plan.hours:g} hours in all"
     print(f"  and {overhead} of start-up and evaluations{more}")
 
@@ -285,8 +285,9 @@ def compare(
             last_lines = [train_until_verdict(experiment, level, start)]
         else:
             (folder / JUDGEMENT).unlink(missing_ok=True)  # of fewer pairs
-            if "seeds" in write_plan(experiment) and experiment.rows:
-                print(f"note: {report.ADDED_PAIRS}")
+            for name in write_plan(experiment) if experiment.rows else ():
+                if name in report.CHANGED_LATE:
+                    print(f"note: {report.CHANGED_LATE[name]}")
             execute(experiment, start)
             last_lines = report.headline(experiment.study)
         path = report.write(experiment.study, folder)

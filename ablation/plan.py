@@ -39,12 +39,14 @@ def read_value(name: str, value: object) -> Any:
         raise UserError(f"{name} is not a setting that arms can have.{hint}")
     if get_origin(TYPES[name]) is tuple and isinstance(value, str):
         value = [value] if value else []
+    if value == "none" and "None" in str(TYPES[name]):  # such as lora=none,8
+        return None
     return convert(name, value, TYPES[name], strict=False)
 
 
 def label(name: str, value: object) -> str:
     """A setting as a part of an arm's name: layer (such words stand alone), no attention_bias, weight_decay=0.5."""
-    if isinstance(value, bool):
+    if isinstance(value, bool | None):
         return name if value else f"no {name}"
     if isinstance(value, tuple):
         return f"{name}={' '.join(map(str, value))}" if value else f"no {name}"
@@ -245,4 +247,13 @@ def load_plan(path: Path) -> Plan:
 def save_plan(plan: Plan, path: Path) -> None:
     """Write a plan that `load_plan` reads, without what is empty."""
     values = {name: value for name, value in dataclasses.asdict(plan).items() if value not in (None, (), {}, "")}
-    replace_text(path, tomli_w.dumps(values))
+    replace_text(path, tomli_w.dumps(without_none(values)))
+
+
+def without_none(value: Any) -> Any:
+    """The same with "none" for None, which TOML lacks."""
+    if isinstance(value, dict):
+        return {name: without_none(one) for name, one in value.items()}
+    if isinstance(value, list):
+        return [without_none(one) for one in value]
+    return "none" if value is None else value

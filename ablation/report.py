@@ -27,7 +27,10 @@ the differences over the seeds. Worth: training the baseline that much longer ch
 its loss over log(steps), of runs of another length or its training curve. It would take: pairs that, with a power of
 80%, show a difference as large as this or, if it is within the margin, equivalence, by the deviation of these pairs (in
 brackets by the ends of its interval)."""
-ADDED_PAIRS = "pairs that are added after a look find differences too often; judge looks by a rule"
+CHANGED_LATE = {
+    "seeds": "pairs that are added after a look find differences too often; judge looks by a rule",
+    "margin": "a margin that is changed after a look finds equivalence too often; choose it before the first run",
+}
 STREAM = """Mean / std in the stream: |mean| over the standard deviation of the residual stream, at the norms of the
 deeper half. Cosine with ones: 1 where all channels of the stream are equal; a mean over all norms."""
 
@@ -63,16 +66,18 @@ def headline(study: Study) -> list[str]:
     for effect, p in grid_effects(study):
         if p < SIGNIFICANCE:
             lines.append(f"effect of {effect.name}: {with_interval(effect)} {effect.unit}, p = {p:.2g} (Holm)")
-    counted = len(study.counted_seeds)
+    if study.loss_column == "bits_per_byte":
+        lines.append("note: in bits per byte, with the margin, as arms were trained on other batches or tokens")
+    pairs = len(study.counted_seeds)
     done = study.rows.seed[study.rows.phase == "final"].nunique()
-    if 0 < counted < (study.plan.seeds or 0):
-        lines.append(f"note: {counted} of {study.plan.seeds} pairs, as the limit of {study.plan.hours:g} hours is met")
-    elif 0 < counted < done:
-        lines.append(f"note: runs of {done} seeds are there, and {counted} of them count")
-    elif 0 < counted < MIN_PAIRS_FOR_EQUIVALENCE:
+    if 0 < pairs < (study.plan.seeds or 0):
+        lines.append(f"note: {pairs} of {study.plan.seeds} pairs, as the limit of {study.plan.hours:g} hours is met")
+    elif 0 < pairs < done:
+        lines.append(f"note: runs of {done} seeds are there, and {pairs} of them count")
+    elif 0 < pairs < MIN_PAIRS_FOR_EQUIVALENCE:
         limit = f"tests err more often where differences are not normal; equivalence takes {MIN_PAIRS_FOR_EQUIVALENCE}"
-        lines.append(f"note: {counted} pairs are few: {limit}")
-    elif not counted and len(study.runs_in_time) < len(study.planned_runs):
+        lines.append(f"note: {pairs} pairs are few: {limit}")
+    elif not pairs and len(study.runs_in_time) < len(study.planned_runs):
         lines.append(f"note: the limit of {study.plan.hours:g} hours is met before a pair counts; raise --hours")
     return lines
 
@@ -165,7 +170,8 @@ def markdown_text(study: Study, folder: Path, drawn: Collection[str]) -> str:
         differences.append({"arm": row["arm"], f"{study.unit}, {MEAN}": with_interval(c.effect)} | others)
     changes = read_lines(folder / "changes.jsonl")
     judgement = read_judgement(folder)
-    added = any(change["field"] == "seeds" for change in changes) and judgement is None
+    fields = {change["field"] for change in changes}
+    late = [f"Note: {CHANGED_LATE[name]}." for name in CHANGED_LATE if name in fields and judgement is None]
     incomplete = study.rows[study.rows.status != "completed"]
     hours = (study.rows.seconds / 3600).groupby([study.rows[name] for name in MACHINE], dropna=False, sort=False)
     machines = hours.agg([("runs", "size"), ("hours of training", "sum")])
@@ -177,7 +183,7 @@ def markdown_text(study: Study, folder: Path, drawn: Collection[str]) -> str:
         ("Learning rates", "sweep", [table(study.sweep.reset_index())]),
         ("Rerun spread and placebo", None, [table(study.spread.reset_index())]),
         ("Runs that did not complete", None, [table(incomplete[[*KEY, "status", "reason"]])]),
-        ("Changes of the plan", None, [table(changes), f"Note: {ADDED_PAIRS}." if added else ""]),
+        ("Changes of the plan", None, [table(changes), *late]),
         ("Machines and versions", None, [table(machines.reset_index())]),
     ]
     lines = headline(study)

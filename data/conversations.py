@@ -95,13 +95,14 @@ def batch_of(rows: np.ndarray) -> Batch:
 
 
 def find_conversations(files: Sequence[TextFile]) -> str | None:
-    """The file of the first readable row, if that has messages and no text."""
+    """The file of the first readable row, or python-chat, if the row has messages and no text."""
     for file in files:
         for _, row in read_rows(file):
             with contextlib.suppress(ValueError, RecursionError):
                 row = decode(row)
                 is_conversation = row.get(file.field) is None and any(key in row for key in MESSAGES)
-                return file.name if is_conversation else None
+                name = file.format if file.format == "python-chat" else file.name
+                return name if is_conversation else None
     return None
 
 

@@ -86,8 +86,8 @@ def prepare(settings: DataSettings, tokenizer: str | Path | None = None, vocab_s
     elif chat_file is None:
         loaded = trained_tokenizer(files, settings, vocab_size)
     else:
-        fix = f"give a model to teach them with --init-from, or a --tokenizer, or leave out {chat_file}"
-        raise UserError(f"{', '.join(settings.data)} has conversations; {fix}.")
+        fix = "--init-from MODEL (in a comparison init_from=MODEL) learns them, or a new model with --tokenizer FILE"
+        raise UserError(f"{chat_file} has conversations; {fix}; --text-field messages takes them as text.")
     vocab_size = vocab_size or loaded.vocab_size
     check_vocabulary(loaded, vocab_size)
     if chat_file is None:
@@ -146,7 +146,7 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
     starts = np.flatnonzero(validation == tokenizer.document_start)[:3].tolist() or [0]
     return Corpus(
         tokenizer=tokenizer,
-        description="\n  ".join(lines + advice(tokenizer, bytes_per_token)),
+        description="\n  ".join(lines + advice(tokenizer, bytes_per_token, validation)),
         text_hash=text_hash,
         prompts=[first_words(tokenizer.decode(validation[start : start + 64])) for start in starts],
         has_long_tokens=bytes_per_token > LONG_TOKENS,
@@ -159,11 +159,14 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
     )
 
 
-def advice(tokenizer: Tokenizer, bytes_per_token: float) -> list[str]:
-    """A note to print where tokens are too short or too long."""
+def advice(tokenizer: Tokenizer, bytes_per_token: float, ids: np.ndarray) -> list[str]:
+    """A note to print where tokens are too short or too long; ids: some of the text."""
+    fix = "a model whose tokenizer is made of this text, with enough pieces, is better"
     if bytes_per_token < 1.6:
-        fix = "a model whose tokenizer is made of this text, with enough pieces, is better"
         return [f"note: tokens are nearly single bytes; {fix}"]
+    spelled = np.isin(ids, tokenizer.lead_bytes).mean()
+    if spelled > 0.01:
+        return [f"note: {spelled:.0%} of the tokens begin characters without a token, spelled in bytes; {fix}"]
     smaller = max(300, 100 + sum(len(piece) == 1 or piece.startswith("<0x") for piece in tokenizer.vocabulary))
     if bytes_per_token > LONG_TOKENS and smaller < tokenizer.vocab_size:
         fix = f"give a smaller --vocab-size, such as {smaller}"

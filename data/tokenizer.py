@@ -116,6 +116,11 @@ class Tokenizer:
         """Whether a character has no token, so that those of its bytes stand for it."""
         return character >= "\x80" and character not in self.vocabulary and bool(self._byte_values)
 
+    @functools.cached_property
+    def lead_bytes(self) -> list[int]:
+        """The tokens that begin a character without a token: the first bytes of more than one."""
+        return [token for token, value in self._byte_values.items() if value >= 0xC0]
+
     def token_bytes(self, token: int) -> bytes:
         """What a token stands for, special ones too: its text in UTF-8, or bytes that are no character alone."""
         if token in self._byte_values:  # <0x0A>

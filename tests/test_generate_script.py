@@ -1,5 +1,6 @@
 """`python generate.py` as a user runs it: standard output, standard error and exit status."""
 
+import io
 import json
 import os
 import shutil
@@ -56,7 +57,7 @@ def test_standard_input_and_the_newest_run_are_the_default(folder):
 def test_lines_of_json_may_be_conversations(folder):
     messages = [{"role": "user", "content": "hi"}]
     lines = json.dumps({"messages": messages}) + "\n" + json.dumps({"prompt": "hi"})
-    result = script(folder, "--jsonl", "--max-new-tokens", "5", "--temperature", "0", prompt=lines)
+    result = script(folder, "--jsonl", "--chat", "--max-new-tokens", "5", "--temperature", "0", prompt=lines)
     asked, prompted = map(json.loads, result.stdout.splitlines())
     assert asked["prompt"] == messages and prompted["prompt"] == "hi" and asked["text"] == prompted["text"]
 
@@ -87,6 +88,10 @@ def test_given_flags_win_over_the_recommended_sampling_even_with_a_default_value
         assert (settings.sampling.temperature, settings.sampling.top_k) == expected
     said = "generation_config.json): repetition_penalty 1, temperature 0.8, top_k 3"
     assert said in capsys.readouterr().err
+    mixed = b'"a"\n{"messages": [{"role": "user", "content": "hi"}]}\n'
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(mixed)))
+    with pytest.raises(UserError, match="some lines have messages, others a prompt; --chat"):
+        main("--jsonl")
     with pytest.raises(UserError, match=r"put a text of several words in quotes: 'The old sailor'$"):
         main("The", "old", "sailor")
     with pytest.raises(UserError, match=r"^for several texts repeat --prompt TEXT"):

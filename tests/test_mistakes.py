@@ -24,7 +24,7 @@ MISTAKES = r"""
 train --data nothere -> no file, folder or known text is called "nothere"; give --data a path
 train --data BAD/small.txt --data BAD/chat.jsonl -> --data is given twice; give it once, with all its values
 train --data BAD/small.txt -> the text has 1 tokens to train on, but one batch .* needs 4,096; give more text, or
-train --data BAD/chat.jsonl -> .*chat.jsonl has conversations; give a model to teach them with --init-from
+train --data BAD/chat.jsonl -> .*chat.jsonl has conversations; --init-from MODEL \(in a comparison init_from=
 train --init-from RUN --data BAD/chat.jsonl -> the files have 1 different conversation, too few to learn from; give more
 train --data BAD/broken.jsonl -> .*broken.jsonl, row 1 .*
 train --data BAD/broken.parquet -> .*broken.parquet .*Parquet file size is 4 bytes

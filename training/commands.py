@@ -83,6 +83,7 @@ def evaluate_checkpoint(settings: Settings) -> None:
     device, dtype = use_machine(settings)
     corpus = prepare_corpus(settings)
     model = load_pretrained(directory, device=device, compute_dtype=dtype)
+    print(f"text: {corpus.description}")
     print(f"{directory} on all of {', '.join(data.data)}, in windows of {data.sequence_length} tokens")
     if read_json(Path(directory) / "state.json").get("text_hash") == corpus.text_hash:
         print("note: it was trained on this text, but for what was held out")

@@ -1,6 +1,5 @@
 """What a run prints: the progress bar, evaluations, text samples, and the summary at its end."""
 
-import itertools
 import math
 import shlex
 from collections.abc import Sequence
@@ -38,13 +37,17 @@ def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
 def show_evaluation(session: Session, result: Evaluation) -> None:
     """Print an evaluation, what it means when the loss has risen twice, and before the end a text sample."""
     tqdm.write(f"step {session.state.step}: validation {result}")
-    losses = [math.inf, *metrics.validation_losses(session.run_dir).values()]
-    rises = [after > before for before, after in itertools.pairwise(losses[-4:])]
-    if rises == [False, True, True]:
+    losses = [*metrics.validation_losses(session.run_dir).values()]
+    if [end for end in range(3, len(losses) + 1) if has_risen(losses[:end])] == [len(losses)]:  # for the first time
         tqdm.write(RISING)
     # With --shard there are no samples, as each token would gather all weights.
     if session.state.step < session.steps and not session.processes.sharded:
         tqdm.write(samples(session, session.settings.run.sample_prompts[:1]))
+
+
+def has_risen(losses: Sequence[float]) -> bool:
+    """Whether the last two losses rose, to more than 1% above the lowest."""
+    return losses[-3] < losses[-2] < losses[-1] and losses[-1] > 1.01 * min(losses)
 
 
 def samples(session: Session, prompts: Sequence[str]) -> str:
@@ -80,14 +83,15 @@ def report_end(session: Session) -> None:
         print(f"  python train.py --resume {run_dir}")
         return
     prompts = session.settings.run.sample_prompts
+    best_loss = state.best_validation_loss
+    losses = metrics.validation_losses(session.run_dir)
+    best_step = min(losses, key=losses.get, default=state.step)
+    of_step = "" if best_step == state.step else f", of step {best_step}"
     if not session.processes.sharded:
         best = checkpoint.find_complete(session.run_dir / "best")
         if best is not None:
             pretrained.load_weights(session.model, best)
-        print(samples(session, prompts))
-    best_loss = state.best_validation_loss
-    losses = metrics.validation_losses(session.run_dir)
-    best_step = min(losses, key=losses.get, default=state.step)
+        print(f"samples of best/{of_step}:\n{samples(session, prompts)}" if of_step else samples(session, prompts))
     if best_loss > math.log(session.model.config.vocab_size):
         fix = "a smaller --vocab-size" if session.settings.run.init_from is None else "a larger --learning-rate"
         # Where the loss has risen, more steps do not help.
@@ -100,7 +104,6 @@ def report_end(session: Session) -> None:
     speed = f"{state.tokens / state.seconds:,.0f} tokens/s"
     print(f"{counted(state.step, 'step')}, {state.tokens:,} tokens in {state.seconds:.0f} s of training, {speed}")
     token = "answer token" if corpus.chat else "token"
-    of_step = "" if best_step == state.step else f", of step {best_step}"
     print(f"best/ has the weights with the lowest validation loss, {best_loss:.4f} nats per {token}{of_step}")
     if best_step == 0:
         print("note: training has made the model no better; try another --learning-rate, or more --steps")
