@@ -15,8 +15,6 @@ from errors import UserError
 from tests.conftest import run_python
 from tests.generation.conftest import write_chat_model
 
-SCRIPT = Path(generate.__file__)
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
@@ -31,7 +29,7 @@ def folder(tmp_path_factory) -> Path:
 
 def script(folder, *args, prompt: str = ""):
     """Run the script in `folder` with `prompt` on standard input."""
-    return run_python(SCRIPT, *args, cwd=folder, input=prompt.encode(), text=False, timeout=120)
+    return run_python(generate.__file__, *args, cwd=folder, input=prompt.encode(), text=False, timeout=120)
 
 
 def test_help_answers_within_a_second(folder):

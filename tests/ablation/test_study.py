@@ -94,15 +94,14 @@ def test_reruns_tell_rounding_from_a_change_that_means_nothing(finish):
     assert moved.spread.iloc[:, 0].tolist() == pytest.approx([3e-5 * math.sqrt(2.5), 1.5 * math.sqrt(2.5)])
 
 
-GRID = Plan(vary={"norm": ["layer", "rms"], "qk_norm": [False, True]}, seeds=4, rerun_seeds=0, learning_rates=(1e-3,))
-
-
 def test_a_grid_has_main_effects_and_interactions_averaged_within_a_seed(finish):
     def loss(run):
         rms, qk = run.arm.startswith("rms"), "no " not in run.arm
         return 3 + 0.1 * rms + 0.02 * qk + 0.04 * (rms and qk) + 0.001 * run.seed * rms
 
-    effects = {effect.name: effect for effect in finish(GRID, loss).effects}
+    vary = {"norm": ["layer", "rms"], "qk_norm": [False, True]}
+    grid = Plan(vary=vary, seeds=4, rerun_seeds=0, learning_rates=(1e-3,))
+    effects = {effect.name: effect for effect in finish(grid, loss).effects}
     assert {name: round(effect.estimate, 6) for name, effect in effects.items()} == {
         "norm: rms minus layer": 0.1225,
         "qk_norm: True minus False": 0.04,

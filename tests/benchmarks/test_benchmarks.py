@@ -24,6 +24,8 @@ from generation.cpu_step import CpuDecodeStep
 from tests.conftest import ROOT, run_python
 from training.settings import Settings
 
+CPU = torch.device("cpu")
+
 
 def test_blocks_take_turns_in_an_order_that_reverses_after_every_turn():
     order = []
@@ -69,7 +71,7 @@ def test_nothing_measured_and_plain_pytorch_in_the_place_of_ours_are_errors(monk
         timing.finish([])
     monkeypatch.setattr(timing.kernels, "cpu", None)
     with pytest.raises(UserError, match=r"do not run here: plain PyTorch \(no Numba\)"):
-        timing.check_ours(torch.device("cpu"))
+        timing.check_ours(CPU)
 
 
 def test_published_records_look_like_what_a_benchmark_prints_today(capsys):
@@ -91,9 +93,6 @@ def test_the_limit_is_measured_in_the_turns_of_the_programs_and_is_the_median_of
     table = timing.compare("title", makers, {"step": 3.0}, lambda: turns, 3)
     assert order[2:] == ["limit", "a", "a", "limit", "limit", "a"]
     assert (table.limits, table.rates, [*table.seconds]) == ({"step": 6.0}, {"bytes": 0.5}, ["a"])
-
-
-CPU = torch.device("cpu")
 
 
 def test_the_baselines_of_a_case_compute_what_ours_does_and_are_timed_in_all_parts(monkeypatch):
@@ -146,10 +145,10 @@ def test_the_limit_of_a_step_counts_weights_keys_and_values_in_their_stored_widt
 
 def test_a_variant_runs_with_the_kernels_that_it_names(monkeypatch):
     small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64, "batch_size": 2}
-    settings, used, cpu = replace_settings(Settings(), small), [], torch.device("cpu")
-    monkeypatch.setattr(training, "train_step", lambda *_: used.append(kernels.implementation(cpu)))
+    settings, used = replace_settings(Settings(), small), []
+    monkeypatch.setattr(training, "train_step", lambda *_: used.append(kernels.implementation(CPU)))
     variants = (training.VARIANTS[name] for name in ("reference, eager", "CPU functions"))
-    reference, functions = (training.make_step(settings, variant, cpu)["step"] for variant in variants)
+    reference, functions = (training.make_step(settings, variant, CPU)["step"] for variant in variants)
     assert reference() > 0 and functions() > 0 and reference() > 0
     assert used[::4] == [kernels.reference, kernels.cpu, kernels.reference]  # a block calls it four times
 
@@ -233,7 +232,7 @@ def test_commands_of_the_script_are_understood_and_one_that_fails_does_not_stop_
         with pytest.raises(SystemExit, match="0"):
             call_with_flags(importlib.import_module(name).measure)
     patterns = "|".join(command[-1] for command in commands if command[0] == "benchmarks.kernels")
-    assert all(re.search(patterns, case.name) for case in kernel_benchmarks.all_cases(torch.device("cpu")))
+    assert all(re.search(patterns, case.name) for case in kernel_benchmarks.all_cases(CPU))
 
 
 @NEEDS_BASH

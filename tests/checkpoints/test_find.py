@@ -15,6 +15,8 @@ from errors import UserError
 from generation.load import eos_ids
 from tests.conftest import edit_tensors
 
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
 
 def checkpoint(directory, **config):
     """A directory with the files by which a complete checkpoint is recognized."""
@@ -60,15 +62,13 @@ def test_eos_ids_are_those_of_the_tokenizer_and_of_generation_config_or_else_of_
     assert eos_ids(find_files(directory), 7) == {7}
 
 
-UNWANTED = ("pytorch_model.bin", "consolidated.safetensors", "original/params.json", "onnx/model.onnx", "README.md")
-
-
 @pytest.fixture
 def model(hub, stories260k_directory) -> dict[str, bytes]:
     """The files of `org/stories`, which the server has."""
     files = {path.name: path.read_bytes() for path in stories260k_directory.iterdir()}
     files |= {"chat_template.jinja": b"{{ messages }}", "generation_config.json": b'{"eos_token_id": 2}'}
-    published = files | dict.fromkeys(UNWANTED, b"not needed")
+    unwanted = "pytorch_model.bin consolidated.safetensors original/params.json onnx/model.onnx README.md".split()
+    published = files | dict.fromkeys(unwanted, b"not needed")
     siblings = [{"rfilename": file, "size": len(content)} for file, content in published.items()]
     tree = [{"type": "file", "path": file, "size": len(content), "oid": "0"} for file, content in published.items()]
     info = json.dumps({"id": "org/stories", "sha": hub.commit, "siblings": siblings}).encode()
@@ -113,9 +113,6 @@ def test_a_mistyped_path_is_no_request(tmp_path, hub, monkeypatch):
     with pytest.raises(UserError, match=r"does not exist; did you mean runs/tiny-rms\?"):
         find_checkpoint("run/tiny-rms")
     assert not hub.asked
-
-
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:3])

@@ -21,7 +21,6 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 YARN |= {"beta_fast": 4, "beta_slow": 0.5, "truncate": False}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 32}
-THREE_BANDS = {"rope_scaling": LLAMA3, "rope_theta": 100.0}  # scaled, in between and not scaled
 ALL_BIASES = {"attention_bias": True, "attention_output_bias": True}
 WRITTEN = {
     "rms": ("LlamaForCausalLM", {}),
@@ -33,7 +32,7 @@ WRITTEN = {
     "qk norm with all biases": ("Qwen3ForCausalLM", {"qk_norm": True, **ALL_BIASES}),
     "qk norm with odd heads": ("Qwen3ForCausalLM", {"qk_norm": True, "hidden_size": 50, "head_dim": 6}),
     "rms with linear rope": ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "linear", "factor": 3.0}}),
-    "rms with llama3 rope": ("LlamaForCausalLM", THREE_BANDS),
+    "rms with llama3 rope": ("LlamaForCausalLM", {"rope_scaling": LLAMA3, "rope_theta": 100.0}),  # three bands
     "rms with yarn": ("LlamaForCausalLM", {"rope_scaling": YARN}),
     "qk norm with yarn": ("Qwen3ForCausalLM", {"rope_scaling": YARN, "qk_norm": True, "rope_theta": 500.0}),
     "layer with yarn": ("StableLmForCausalLM", {"rope_scaling": YARN | {"truncate": True}, "norm": "layer"}),

@@ -13,8 +13,6 @@ from checkpoints.pretrained import save_pretrained
 from data.train_tokenizer import train_tokenizer
 
 TEXT = ["the quick brown fox jumps over the lazy dog, and runs away.\n" * 3]
-
-
 TASKS = {
     "rolling": (
         "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"

@@ -28,7 +28,6 @@ FAMILIES = {
     "stablelm, long": {"norm": "layer", "attention_bias": True, "max_position_embeddings": 2100},
 }
 HAS_LLAMA_CPP = importlib.util.find_spec("llama_cpp") is not None
-REFUSED = {"norm_placement": "post"}  # by transformers and llama.cpp
 
 
 @pytest.fixture
@@ -136,7 +135,7 @@ def test_an_adapter_is_asked_in_peft_and_half_of_its_alpha_is_found(good, compar
 
 
 def test_who_refuses_says_so_and_does_not_agree(good, compare):
-    status, differences = compare(good(**REFUSED))
+    status, differences = compare(good(norm_placement="post"))
     assert status == 1
     assert all(re.match("refused: .*(prenorm|llama.cpp)", cells["opens"]) for cells in differences.values())
     [cells] = [cells for program, cells in differences.items() if program.startswith("transformers")]

@@ -204,14 +204,12 @@ def test_a_template_renders_to_the_bytes_of_transformers(name, monkeypatch):
             assert rendered.replace(BORDER, "") == expected
 
 
-TEXTS = ["def add(x, y)", " é☺ 漢字\n\n x", "</think>tab\tand   spaces  ", "1"]
-
-
 def test_ordinary_messages_have_the_ids_of_transformers(chat_model):
     tokenizer = transformers.AutoTokenizer.from_pretrained(chat_model)
+    texts = "def add(x, y)", " é☺ 漢字\n\n x", "</think>tab\tand   spaces  "
     for system in (None, "Be terse. é "):
         ours = chat_format(chat_model, system)
         for count in (1, 3):
-            messages = said(*TEXTS[:count], system=system)
+            messages = said(*texts[:count], system=system)
             expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-            assert ours.encode(said(*TEXTS[:count])) == expected and len(expected) > 9
+            assert ours.encode(said(*texts[:count])) == expected and len(expected) > 9

@@ -10,10 +10,9 @@ from generation.stream import TextStream
 
 # BPE of ours; SentencePiece, which adds and drops spaces; byte-level BPE: a token may have parts of two characters.
 KINDS = ["tokenizer", "llama", "qwen"]
-EASY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@EASY
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_texts_of_a_stream_joined_equal_decode_of_all_ids(kind, request, data):

@@ -12,6 +12,7 @@ from errors import UserError
 from kernels import gpu, reference
 
 pytestmark = pytest.mark.skipif(gpu is None, reason="Triton is not installed")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
 if gpu is not None:
     from triton.runtime.interpreter import GridExecutor
@@ -87,9 +88,6 @@ def test_all_kernels_compile_into_one_graph_for_any_number_of_tokens_with_equal_
             results.append((loss.detach(), *torch.autograd.grad(loss, (x, *weights))))
         assert all(map(torch.equal, *results))
     assert len(graphs) == 1
-
-
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 1)
 
 
 def test_triton_is_refused_with_the_reason_where_it_cannot_run(monkeypatch):

@@ -55,17 +55,15 @@ def test_flops_per_token_are_three_times_the_forward_products_that_torch_counts(
     assert flops_per_token(config, length) * length == 3 * (products + exact_attention)
 
 
-CPU = torch.device("cpu")
-
-
 def test_auto_on_a_cpu_is_bfloat16_only_where_the_weights_are_and_the_cpu_and_torch_have_instructions(monkeypatch):
+    cpu = torch.device("cpu")
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     for capability, native in (("AVX512", torch.bfloat16), ("AVX2", torch.float32)):  # by ATEN_CPU_CAPABILITY=avx2
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
-        assert choose_dtype("auto", CPU, torch.bfloat16) == native
-        assert choose_dtype("auto", CPU, torch.float32) == torch.float32
-        assert choose_dtype("float16", CPU, torch.float32) == torch.float16
+        assert choose_dtype("auto", cpu, torch.bfloat16) == native
+        assert choose_dtype("auto", cpu, torch.float32) == torch.float32
+        assert choose_dtype("float16", cpu, torch.float32) == torch.float16
 
 
 def test_a_small_step_uses_one_thread_and_the_number_is_restored_even_after_an_error():

@@ -15,12 +15,10 @@ from model.cache import KeyValueCache
 from model.config import GATED, NORMS, PLACEMENTS
 from model.decoder import Decoder, attend_to_previous_token
 
-FLOAT32 = 2e-6
-
 
 def tolerance(decoder):
     """Twenty times larger for prms, whose statistic comes from three elements, which may all be small at once."""
-    return FLOAT32 * (20 if decoder.config.norm == "prms" else 1)
+    return 2e-6 * (20 if decoder.config.norm == "prms" else 1)
 
 
 VARIANTS = {

@@ -50,10 +50,9 @@ def test_logits_and_gradients_equal_those_of_peft_on_the_same_base(make_lora, to
         assert relative(ours[name], expected) <= 3 * relative(single[name], expected) + LOGITS, name
 
 
-OUTPUT_BIAS = {"attention_bias": True, "attention_output_bias": True}
-
-
-@pytest.mark.parametrize("changes", [OUTPUT_BIAS, *({"mlp": mlp} for mlp in GATED)])
+@pytest.mark.parametrize(
+    "changes", [{"attention_bias": True, "attention_output_bias": True}, *({"mlp": mlp} for mlp in GATED)]
+)
 def test_a_new_adapter_changes_nothing_and_is_a_function_of_the_seed(make_decoder, tokens, relative, changes):
     fields = {"r": 4, "lora_alpha": 5, "base_model_name_or_path": ""}
     plain, first, other = make_decoder(**changes), *(add_lora(make_decoder(**changes), fields, seed=s) for s in (1, 2))

@@ -3,14 +3,13 @@
 import dataclasses
 import math
 import shutil
-from pathlib import Path
 
 import matplotlib.image
 import pytest
 import torch
 
 from ablation import study
-from ablation.plan import Plan, find_plan, load_plan, save_plan
+from ablation.plan import STUDIES, Plan, find_plan, load_plan, save_plan
 from ablation.stats import Effect, mean_effect
 from benchmarks.timing import Table
 from checkpoints.pretrained import save_pretrained
@@ -20,8 +19,6 @@ from studies import claims, convert
 from studies.claims import judge
 from studies.effects import contrasts, draw, pairs_at_5e_4
 from studies.inside import LEGENDS, grid, main
-
-STUDIES = Path(__file__).parents[2] / "studies"
 
 
 def test_parts_are_found_for_each_learning_rate_and_for_branches_against_the_run_that_they_leave(finish):

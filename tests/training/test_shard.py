@@ -25,14 +25,12 @@ from training.loop import train_steps
 from training.processes import Processes, shard, start_processes
 from training.settings import MachineSettings
 
-SCRIPT = Path(__file__).parent / "run_processes.py"
-
 
 def run_groups(folder: Path, *groups: tuple) -> tuple[list[list[int]], str, str]:
     """Run groups of processes (count, arguments, {step: what happens}) in a folder."""
     (folder / "groups.json").write_text(json.dumps(groups))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    ended = run_python(SCRIPT, cwd=folder, timeout=500, env=environment)
+    ended = run_python(Path(__file__).with_name("run_processes.py"), cwd=folder, timeout=500, env=environment)
     statuses = [json.loads(line[9:]) for line in ended.stdout.splitlines() if line.startswith("statuses ")]
     assert len(statuses) == len(groups), ended.stderr[-3000:]
     return statuses, ended.stdout, ended.stderr
