@@ -94,15 +94,13 @@ def test_what_is_wrong_in_a_file_is_one_line_with_its_name_and_the_fix_and_a_byt
     assert read_json(tmp_path / "none.json") == {}
 
 
-def test_what_the_system_says_of_a_file_cannot_send_commands_to_the_terminal():
-    done = python("with errors.exit_on_user_error(): open('no/\\x1b[31mx')")
-    assert (done.returncode, done.stderr) == (2, "error: no/␛[31mx: No such file or directory.\n")
-
-
-def test_a_missing_package_is_one_line_and_a_traceback_is_shown_where_it_is_asked_for():
+def test_a_missing_file_or_package_is_one_safe_line_and_a_traceback_is_shown_where_it_is_asked_for():
+    actions = {"open('no/\\x1b[31mx')": "no/␛[31mx: No such file or directory."}
     for package, fix in (("no_such_package", "no_such_package"), ("tyro", "-r requirements.txt")):
-        done = python(f"errors.sys.modules['{package}'] = None\nwith errors.exit_on_user_error(): import {package}")
-        assert (done.returncode, done.stderr) == (2, f"error: this needs the package {package}: pip install {fix}\n")
+        actions[f"import {package}"] = f"this needs the package {package}: pip install {fix}"
+    for action, said in actions.items():
+        done = python(f"errors.sys.modules['tyro'] = None\nwith errors.exit_on_user_error(): {action}")
+        assert (done.returncode, done.stderr) == (2, f"error: {said}\n")
     shown = python("with errors.exit_on_user_error(): raise errors.UserError('wrong')", "--traceback").stderr
     assert shown.startswith("Traceback") and shown.endswith("error: wrong\n")
 

@@ -95,7 +95,9 @@ def test_a_clear_difference_is_a_verdict_at_an_early_look_as_one_object(judged_w
         judged_with(loss, seeds=30)
 
 
-def test_no_difference_and_used_up_hours_decide_nothing_and_a_change_that_diverges_is_discarded(judged_with):
+def test_a_change_that_diverges_is_discarded_and_no_difference_used_up_hours_or_a_killed_run_decide_nothing(
+    judged_with,
+):
     lines = judged_with(lambda run: 3 + (run.arm != "default") * math.sin(run.seed), seeds=12)
     assert [line["pairs"] for line in lines] == [2, 4, 7, 9, 12]
     assert {line["verdict"] for line in lines} == {"inconclusive"}
@@ -103,9 +105,6 @@ def test_no_difference_and_used_up_hours_decide_nothing_and_a_change_that_diverg
     (short,) = judged_with(lambda run: 3.0 - (run.arm != "default"), hours=3 / 3600, seeds=12)
     assert short["verdict"] == "inconclusive" and "hours" in short["reason"]
     assert judged_with(lambda run: None if run.arm != "default" else 3.0, seeds=12)[-1]["verdict"] == "discard"
-
-
-def test_a_change_whose_process_was_killed_is_not_discarded(judged_with):
     (last,) = judged_with(lambda run: 3.0 if run.arm == "default" else 1 / 0)
     assert last["verdict"] == "inconclusive" and "did not complete" in last["reason"]
 

@@ -65,10 +65,7 @@ def test_an_arm_has_the_model_of_its_checkpoint_and_derived_settings_as_in_train
     [
         ({"arms": {"a": {"norm": "rms"}, "b": {"norm": "rms", "norm_bias": False}}}, "a and b have the same settings"),
         ({"vary": {"norm": ["rms", "lay"]}}, "norm is 'lay': it must be one of rms, .* Did you mean layer?"),
-        (
-            {"vary": {"seed": [1, 2]}},
-            "seed is not a setting that arms can have. All arms have the same seeds: --seeds",
-        ),
+        ({"vary": {"seed": [1, 2]}}, "seed is not a setting that arms can have. All arms have the same seeds: --seeds"),
         ({"vary": GRID, "seeds": 1}, "seeds is 1"),
         ({"vary": GRID, "margin": float("nan")}, "margin is nan"),
         ({"vary": {"lr": [1e-3, 2e-3]}}, "lr is not a setting that arms can have. Did you mean learning_rate?"),

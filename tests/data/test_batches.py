@@ -114,11 +114,15 @@ def test_of_equal_documents_the_first_is_kept():
     assert kinds.tolist() == [TRAIN, TRAIN, DUPLICATE, TRAIN, DUPLICATE, DUPLICATE]
 
 
-def test_validation_gets_about_its_fraction_of_the_bytes():
+def test_validation_gets_about_its_fraction_of_the_bytes_up_to_its_limit_in_the_order_of_files(monkeypatch):
     table = random_table(20_000)
     for fraction in (0.01, 0.05, 0.3):
         taken = table["bytes"][kinds_of(table, fraction) == VALIDATION].sum() / table["bytes"].sum()
         assert taken == pytest.approx(fraction, rel=0.15)
+    monkeypatch.setattr(split_module, "MAX_VALIDATION", 10_000)
+    kinds = kinds_of(table, 0.3)
+    assert 10_000 <= table["bytes"][kinds == VALIDATION].sum() <= 10_200
+    assert np.flatnonzero(kinds == VALIDATION)[-1] < 1000
 
 
 def test_a_document_is_chosen_by_its_text_alone_and_another_salt_chooses_others():
@@ -129,14 +133,6 @@ def test_a_document_is_chosen_by_its_text_alone_and_another_salt_chooses_others(
     mixed = np.random.default_rng(1).permutation(table)[:1900]
     assert chosen(mixed) == chosen(table) & set(mixed["hash"].tolist())
     assert len(chosen(table) & chosen(table, salt=1)) < 0.2 * len(chosen(table))
-
-
-def test_validation_ends_at_its_limit_in_the_order_of_files(monkeypatch):
-    monkeypatch.setattr(split_module, "MAX_VALIDATION", 1000)
-    table = random_table(2000)
-    kinds = kinds_of(table, 0.3)
-    assert 1000 <= table["bytes"][kinds == VALIDATION].sum() <= 1200
-    assert np.flatnonzero(kinds == VALIDATION)[-1] < 100
 
 
 def test_one_huge_document_is_not_for_validation():

@@ -46,8 +46,6 @@ def test_standard_input_is_one_prompt_without_its_last_line_break(monkeypatch):
         assert read_prompts(Settings()) == [prompt]
     set_stdin(monkeypatch, b"\xef\xbb\xbfhello\n")  # with a byte order mark
     assert read_prompts(Settings(chat=True)) == ["hello"]
-    set_stdin(monkeypatch, b'\xef\xbb\xbf"a"\n')
-    assert read_prompts(Settings(jsonl=True)) == ["a"]
 
 
 def test_a_terminal_is_not_read_and_gives_an_empty_prompt_with_a_hint_or_a_conversation(monkeypatch, capsys):
@@ -65,11 +63,7 @@ def test_a_terminal_is_not_read_and_gives_an_empty_prompt_with_a_hint_or_a_conve
     ("content", "settings", "words"),
     [
         (b"\xff\xfe", {}, "standard input cannot be read"),
-        (
-            b'"a"\n5\n',
-            {"jsonl": True},
-            r"line 2 of standard input .*\(Expected `str \| object`, got `int`\); give a",
-        ),
+        (b'"a"\n5\n', {"jsonl": True}, r"line 2 of standard input .*\(Expected `str \| object`, got `int`\); give a"),
         (b'{"text": "x"}', {"jsonl": True}, r"line 1 of standard input cannot be read \(no 'prompt'\)"),
         (b'"\\ud800"', {"jsonl": True}, "line 1 of standard input cannot be read"),
     ],
@@ -81,8 +75,8 @@ def test_input_that_is_no_prompt_is_a_user_error(monkeypatch, content, settings,
 
 
 def test_keys_beside_a_prompt_are_said_to_do_nothing(monkeypatch, capsys):
-    set_stdin(monkeypatch, b'{"prompt": "a", "temperature": 0}')
-    assert read_prompts(Settings(jsonl=True)) == ["a"]
+    set_stdin(monkeypatch, b'\xef\xbb\xbf{"prompt": "a", "temperature": 0}\n"b"\n')
+    assert read_prompts(Settings(jsonl=True)) == ["a", "b"]
     assert 'only "prompt" is read of prompt, temperature; sampling is set by flags' in capsys.readouterr().err
 
 

@@ -113,9 +113,7 @@ def test_one_step_is_kept_and_as_long_as_its_decoder(make_decoder):
 
 @pytest.mark.usefixtures("triton")
 @torch.inference_mode()
-def test_if_a_kernel_fails_the_decoder_continues_with_the_cache_and_says_so(
-    make_decoder, relative, monkeypatch, capsys
-):
+def test_if_a_kernel_fails_the_decoder_continues_and_says_so(make_decoder, relative, monkeypatch, capsys):
     decoder, tokens = make_decoder(num_hidden_layers=1).eval(), random_tokens(2, 3)
     run, calls = kernels.decode.project, []
 

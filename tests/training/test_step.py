@@ -138,33 +138,25 @@ def test_with_document_mask_the_loss_of_a_document_does_not_depend_on_those_befo
     assert abs(evaluate(model, [batch._replace(documents=None)], 1, torch.device("cpu")).nats - sum(alone)) > 1e-3
 
 
-def learning_rates(steps: int = 100, **settings) -> list[float]:
-    settings = OptimizerSettings(steps=steps, learning_rate=2.0, **settings)
-    return [learning_rate(step, steps, settings) for step in range(steps)]
+def test_the_learning_rate_rises_linearly_to_its_peak_and_falls_as_the_schedule_says():
+    def learning_rates(steps: int = 100, **settings) -> list[float]:
+        settings = OptimizerSettings(steps=steps, learning_rate=2.0, **settings)
+        return [learning_rate(step, steps, settings) for step in range(steps)]
 
-
-def test_warm_up_rises_linearly_to_the_peak():
     assert learning_rates(warmup_steps=10)[:10] == pytest.approx([0.2 * (step + 1) for step in range(10)])
     assert max(learning_rates(steps=5, warmup_steps=50)) == 2.0  # never above it
-
-
-def test_wsd_is_constant_and_then_falls_linearly_to_the_final_learning_rate():
     rates = learning_rates(schedule="wsd", warmup_steps=10, decay_fraction=0.2, final_learning_rate=0.1)
     assert rates[10:80] == [2.0] * 70
     assert rates[80:] == pytest.approx([2.0 * (1 - 0.9 * (i + 1) / 20) for i in range(20)])
-
-
-def test_cosine_follows_half_a_cosine_to_the_final_learning_rate():
     rates = learning_rates(schedule="cosine", warmup_steps=10, final_learning_rate=0.1)
     expected = [2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi * (i + 1) / 90)) / 2) for i in range(90)]
     assert rates[10:] == pytest.approx(expected)
 
 
-def sequence_lengths(steps: int, **data: int) -> list[int]:
-    return [sequence_length(step, steps, DataSettings(**data)) for step in range(steps)]
-
-
 def test_sequences_double_in_equal_parts_of_40_percent_of_the_steps():
+    def sequence_lengths(steps: int, **data: int) -> list[int]:
+        return [sequence_length(step, steps, DataSettings(**data)) for step in range(steps)]
+
     growing = sequence_lengths(100, first_sequence_length=64, sequence_length=256)
     assert growing == [64] * 20 + [128] * 20 + [256] * 60
     assert sequence_lengths(20, first_sequence_length=256, sequence_length=256) == [256] * 20 == sequence_lengths(20)
