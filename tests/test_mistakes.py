@@ -94,6 +94,7 @@ train --norms rms -> Unrecognized options: --norms, rms; see --help. Did you mea
 train --input /a/path/to/a/folder/of/texts/columns/text.txt -> .* /a/path/to/a/folder/of/texts/columns/text.txt;
 train --steps abc -> --steps is 'abc', no whole number; see --help
 train --steps -> --steps needs a value after it; see --help
+train --norm -> .*one of rms, layer, 
 train --dtype RMS -> invalid choice 'RMS' for argument '--dtype'. Expected one of .*; see --help
 train --norm RMS -> norm is 'RMS': it must be one of .*rms, .* Did you mean rms\?
 generate RUN --prompt a --temprature 1 -> Unrecognized options: .* Did you mean --temperature\?

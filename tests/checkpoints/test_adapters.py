@@ -122,6 +122,7 @@ def test_an_adapter_of_another_model_is_refused_and_one_with_other_weights_is_no
     for base, notes in ((model, 0), (shutil.copytree(model, model.with_name("other")), 1)):
         assert find_files(base, str(adapter)) == (base, adapter)
         assert capsys.readouterr().err.count(f"was trained on {model}, ") == notes
+    assert str(find_files(model, str(adapter))) == f"{model} with the adapter {adapter}"
     load(adapter)
     assert "train it again" not in capsys.readouterr().err
     edit_tensors(model / "model.safetensors", lambda tensors: tensors["model.norm.weight"].add_(1))

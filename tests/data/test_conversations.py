@@ -15,7 +15,7 @@ import transformers
 from pyarrow import parquet
 
 from data.chat import ChatFormat, add_chat_template
-from data.conversations import Conversation, Conversations, encode_conversation, messages_of, pack
+from data.conversations import Conversation, Conversations, encode_conversation, pack
 from data.corpus import prepare
 from data.python_chat import questions_and_answers
 from data.settings import DataSettings
@@ -106,20 +106,21 @@ def test_an_answer_that_the_template_changes_later_is_not_learned_and_its_row_is
 
 
 SHAREGPT = {"user": "human", "assistant": "bing"}
-ROWS = [said(f"What is {n}?", f"It is {n}.", *(["And then?", f"{n + 1}"] * (n % 3)), system="Be.") for n in range(60)]
+ROWS = [said(f"What is {n}?", f"It is {n}.", *(["And\nthen?", f"{n + 1}"] * (n % 3)), system="Be.") for n in range(60)]
 
 
 def write_rows(folder: Path, rows: list[list[dict]]) -> None:
     """Conversations with every kind of keys in several files, with a text beside them.
 
-    Some have a byte order mark, CRLF, columns of null, or the system prompt beside the messages.
+    Some have a byte order mark, other line ends, columns of null, or the system prompt beside the messages.
     """
     folder.mkdir()
     with_keys = [{("messages", "conversations")[n % 2]: row, "id": n, "text": None} for n, row in enumerate(rows)]
     for row in with_keys[1::4]:
         given = [{"from": SHAREGPT[m["role"]], "value": m["content"]} for m in row["conversations"][1:]]
         row |= {"system": row["conversations"][0]["content"], "conversations": given, "messages": None}
-    (folder / "a.jsonl").write_text("\ufeff" + "".join(json.dumps(row) + "\r\n\n" for row in with_keys[:40]))
+    lines = [json.dumps(row).replace("\\n", "\\r") + "\r\n\n" for row in with_keys[:40]]
+    (folder / "a.jsonl").write_text("\ufeff" + "".join(lines))
     columns = {"id": range(20), "conversations": [None] * 5 + rows[45:], "messages": rows[40:45] + [[]] * 15}
     parquet.write_table(pyarrow.table(columns), folder / "c.parquet")
     (folder / "README.md").write_text("Conversations.")
@@ -279,8 +280,3 @@ def test_questions_about_python_come_from_its_own_docstrings():
     assert pairs["What are the arguments of shutil.copymode?"] == f"It is called as {signature}."
     assert pairs["What are the arguments of os.path.join?"] == "It is called as join(a, *p)."
     assert not any(re.search(r"\b_|ntpath|\n", question) for question in pairs if question.startswith("What "))
-
-
-def test_line_ends_of_other_systems_become_newlines():
-    messages, _ = messages_of({"messages": [{"role": "user", "content": "a\r\nb\rc"}]})
-    assert messages == [{"role": "user", "content": "a\nb\nc"}]

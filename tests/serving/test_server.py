@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import serve
-from checkpoints.find import find_files
 from data.tokenizer import encode_prompt
 from errors import UserError
 from generation import generate
@@ -257,8 +256,3 @@ def test_ctrl_c_ends_the_answer_in_flight_and_the_server_within_a_second(directo
 def test_a_port_in_use_is_one_line(server, directories):
     with pytest.raises(UserError, match=rf"cannot listen on port {server.port} of .*; give another --port or --host"):
         serve.main([str(directories[0])], port=server.port)
-
-
-def test_an_adapter_is_named_with_its_model(directories, tmp_path):
-    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(directories[0])}))
-    assert str(find_files(tmp_path)) == f"{directories[0]} with the adapter {tmp_path}"
