@@ -42,7 +42,6 @@ train --resume RUN --out other -> --resume uses the settings of the run itself; 
 train --out RUN -> .*RUN is not empty, and runs are never overwritten; use another --out, or --resume
 train --init-from nothere -> nothere does not exist; give a directory .* Newest runs: RUN
 train --init-from BAD/pickled -> .*pickled has pickled weights, which can run code and are never opened; save them
-train --init-from BAD/gguf -> .*gguf has GGUF weights
 train --init-from BAD/gguf/model.gguf -> .*model.gguf has GGUF weights, which can be written here but not read
 generate BAD/adapter --prompt a -> .*nothere does not exist; .*: python generate.py MODEL --adapter .*adapter
 train --init-from BAD/adapter -> .*adapter is an adapter; make it a model: python generate.py '.*adapter' --merge NEW

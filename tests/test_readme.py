@@ -52,7 +52,7 @@ def anchors(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_every_file_module_config_and_plan_that_a_document_names_exists(document):
+def test_every_file_module_function_config_and_plan_that_a_document_names_exists(document):
     named = re.findall(rf"`((?:{'|'.join([*PACKAGES, 'tests', 'configs'])})/[\w/.-]+\.\w+)[`:]", TEXTS[document])
     for command in commands(TEXTS[document]):
         named += re.findall(r"python (\w+\.py)", command) + re.findall(r"\stests/\S+\.py", command)
@@ -61,6 +61,7 @@ def test_every_file_module_config_and_plan_that_a_document_names_exists(document
         studies = set(re.findall(r"ablate\.py (\w[\w-]*)", command)) - {"judge", "report", "NAME"}
         named += [f"studies/{name}/plan.toml" for name in studies]
     assert [name for name in named if not (ROOT / name.strip()).is_file()] == []
+    functions(TEXTS[document])
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -110,10 +111,6 @@ def functions(text: str) -> list[str]:
     return sources
 
 
-def test_every_function_that_a_document_names_exists():
-    assert functions("".join(TEXTS.values()))
-
-
 def test_the_example_of_a_norm_consists_of_lines_of_the_source():
     source = "".join((ROOT / "model" / name).read_text(encoding="utf-8") for name in ("config.py", "norm.py"))
     source_lines = {line.split("  #")[0].strip() for line in source.splitlines()}
@@ -134,9 +131,8 @@ def test_the_tables_of_a_document_are_what_the_records_give(document):
 @pytest.mark.parametrize("name", ["README.md", "README.zh.md"])
 def test_the_speeds_that_a_readme_repeats_are_those_of_the_notebook(name):
     tables = "".join(match[0] for text in TEXTS.values() for match in MARKED.finditer(text))
-    rows = re.findall(
-        r"^\|[^|]+\|([^|]+\|[^|]+(?:torch\.compile|transformers|llama)[^|]*)\|$", TEXTS[ROOT / name], re.M
-    )
+    row = r"^\|[^|]+\|([^|]+\|[^|]+(?:torch\.compile|transformers|llama)[^|]*)\|$"
+    rows = re.findall(row, TEXTS[ROOT / name], re.MULTILINE)
     speeds = [speed for row in rows for speed in re.findall(r"(?<![\w.])\d[\d,.]+(?!\w)", row)]
     assert len(speeds) == 17 and [speed for speed in speeds if speed not in tables] == []
 

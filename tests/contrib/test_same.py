@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -143,19 +144,13 @@ def test_who_refuses_says_so_and_does_not_agree(good, compare):
 
 
 def test_a_crash_of_another_program_is_no_refusal_and_one_of_this_program_is_raised(good, compare, monkeypatch):
-    def fail(error):
-        def transformers(*_):
-            raise error
-
-        return transformers
-
-    model = good()
-    monkeypatch.setattr(programs, "transformers", fail(ValueError("this model is unknown")))
+    model, unknown = good(), ValueError("this model is unknown")
+    monkeypatch.setattr(programs, "transformers", Mock(__name__="transformers", side_effect=unknown))
     assert compare(model, programs="transformers")[1]["transformers"]["opens"] == "refused: this model is unknown"
-    monkeypatch.setattr(programs, "transformers", fail(TypeError("'NoneType' object is not iterable")))
+    programs.transformers.side_effect = TypeError("'NoneType' object is not iterable")
     cell = compare(model, programs="transformers")[1]["transformers"]["opens"]
     assert cell == "crashed: TypeError: 'NoneType' object is not iterable"
-    monkeypatch.setattr(programs, "prenorm", fail(TypeError()))
+    monkeypatch.setattr(programs, "prenorm", Mock(__name__="prenorm", side_effect=TypeError))
     with pytest.raises(TypeError):
         compare(model)
 

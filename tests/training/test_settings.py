@@ -142,12 +142,8 @@ def test_a_dry_run_trains_nothing_and_prints_what_the_run_would_need(tmp_path, m
     assert "memory " in capsys.readouterr().out
 
 
-def test_the_prompts_of_an_own_file_stay_with_another_text(tmp_path):
+def test_another_text_drops_the_prompts_of_the_default_one_and_no_others(tmp_path):
     (tmp_path / "own.toml").write_text('[run]\nsample_prompts = ["Once"]')
-    assert parse(["--config", str(tmp_path / "own.toml"), "--data", "x"], "").settings.run.sample_prompts == ("Once",)
-    assert parse(["--data", "x"], "").settings.run.sample_prompts == ()
-
-
-def test_a_value_that_is_called_like_a_flag_is_none():
-    plain, named = (parse(["--cache", cache], "").settings for cache in ("x", "data"))
-    assert named.run.sample_prompts == plain.run.sample_prompts != ()
+    assert settings_of("--config", str(tmp_path / "own.toml"), "--data", "x").run.sample_prompts == ("Once",)
+    assert settings_of("--data", "x").run.sample_prompts == ()
+    assert settings_of("--cache", "data").run.sample_prompts == settings_of("--cache", "x").run.sample_prompts != ()
