@@ -285,9 +285,10 @@ def compare(
             last_lines = [train_until_verdict(experiment, level, start)]
         else:
             (folder / JUDGEMENT).unlink(missing_ok=True)  # of fewer pairs
-            for name in write_plan(experiment) if experiment.rows else ():
-                if name in report.CHANGED_LATE:
-                    print(f"note: {report.CHANGED_LATE[name]}")
+            changed = write_plan(experiment)
+            for name, words in report.CHANGED_LATE.items():
+                if name in changed and experiment.rows:
+                    print(f"note: {words}")
             execute(experiment, start)
             last_lines = report.headline(experiment.study)
         path = report.write(experiment.study, folder)

@@ -18,7 +18,7 @@ import torch
 
 from ablation import execute, study
 from ablation.execute import Experiment, load_experiment, local_workers, write_plan
-from ablation.plan import Plan, Run, run_settings
+from ablation.plan import Plan, Run, load_plan, run_settings
 from ablation.records import Row, append_rows, read_lines, read_rows
 from ablation.run import settings_hash
 from errors import UserError
@@ -127,6 +127,21 @@ def test_runs_with_other_settings_are_refused_and_changes_of_the_plan_written_do
     write_plan(load_experiment(dataclasses.replace(trained.plan, margin=0.5), tmp_path))
     (change,) = read_lines(tmp_path / "changes.jsonl")
     assert change == {"field": "margin", "before": "0.005", "after": "0.5", "finished_runs": len(trained.rows)}
+
+
+def test_a_plan_is_written_before_the_first_run_and_what_is_changed_late_is_said(
+    experiment, ended, start_of, tmp_path, monkeypatch, capsys
+):
+    def start(begun: Experiment, run: Run, device: str):
+        assert load_plan(begun.folder / "plan.toml") == begun.plan
+        return start_of(lambda run, device: ended(run))(run, device)
+
+    monkeypatch.setattr(execute, "start_process", start)
+    options = {"torch_device": "cpu", "jobs": 1, "ray": None, "dry_run": False}
+    for margin in (0.005, 0.5):
+        plan = dataclasses.replace(experiment.plan, margin=margin)
+        assert execute.compare(plan, tmp_path / "norms", **options) == 0
+        assert capsys.readouterr().out.count("note: a margin that is changed after a look") == (margin == 0.5)
 
 
 def test_rows_say_what_they_ran_on_once_for_all_of_a_machine_and_are_read_as_they_were(trained, tmp_path):
