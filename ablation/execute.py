@@ -249,16 +249,19 @@ def check_arms(plan: Plan, level: float | None) -> None:
     evaluated = set()  # on which tokens, in conversations, where there are no bits per byte
     for arm in plan.all_arms.values():
         settings = arm.settings
-        tokenizer = settings.data.tokenizer or settings.run.init_from
-        is_here = not any(name in HUB_TEXTS or name.startswith("hub:") for name in settings.data.data)
-        if is_here and find_conversations(resolve(settings.data)) and tokenizer:
-            evaluated.add((load_tokenizer(tokenizer).hash, settings.data.sequence_length))
         if settings.run.init_from is not None:
             find_checkpoint(settings.run.init_from)
+        is_here = not any(name in HUB_TEXTS or name.startswith("hub:") for name in settings.data.data)
+        files = resolve(settings.data) if is_here else []
+        source = settings.data.tokenizer or settings.run.init_from
+        if source is not None and find_conversations(files):
+            tokenizer = load_tokenizer(source)
+            evaluated.add((tokenizer.hash, tokenizer.chat_template, settings.data.sequence_length))
         with torch.device("meta"):  # no memory
             freeze_parameters(Decoder(settings.model), settings.run.freeze)
     if len(evaluated) > 1:
-        raise UserError("conversations are other tokens with another tokenizer or sequence_length; give all the same.")
+        fix = "give all arms the same tokenizer, chat template and sequence_length"
+        raise UserError(f"the arms would be evaluated on other tokens of conversations; {fix}.")
 
 
 def compare(

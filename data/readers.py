@@ -99,7 +99,7 @@ def decode(row: bytes | dict) -> dict:
 def text_of(row: dict, field: str) -> str:
     if field not in row:
         raise ValueError(f"no field {field!r} among {', '.join(row)}")
-    text = row[field] or ""
+    text = "" if row[field] is None else row[field]
     if field in MESSAGES:
         text = "\n".join(plain_message(message)["content"] for message in text)
     if not isinstance(text, str):

@@ -91,6 +91,7 @@ def test_files_of_a_folder_that_are_not_utf8_are_left_out_and_so_are_nulls(tmp_p
 def test_a_row_whose_text_is_missing_or_is_no_text_is_named_with_its_line(tmp_path):
     reasons = {
         '{"text": 5}': "'text' is int, not text",
+        '{"text": []}': "'text' is list, not text",
         '{"body": "c", "n": 1}': "no field 'text' among body, n",
         r'{"text": "\ud800"}': "surrogates",
         '[{"text": "a"}]': "it is of type list, not an object",
