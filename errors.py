@@ -126,8 +126,8 @@ def exit_on_user_error() -> Iterator[None]:
         exit_with("stopped.", 130)
     except ModuleNotFoundError as error:
         names = next((group for group in TOGETHER if error.name in group.split()), error.name)
-        required = Path(__file__).with_name("requirements.txt").read_text("utf-8")
-        names = "-r requirements.txt" if f"\n{names}>" in required else names
+        required = "\n" + Path(__file__).with_name("requirements.txt").read_text("utf-8")
+        names = "-r requirements.txt" if f"\n{names.replace('_', '-')}>" in required else names
         exit_with(f"error: this needs the package {error.name}: pip install {names}", 2)
     except (UserError, OSError) as error:
         if show_traceback:

@@ -71,7 +71,7 @@ def flag_names(kind: Callable) -> set[str]:
 
 def check_arguments(arguments: list[str], kind: Callable) -> None:
     """`UserError` for a flag of several values that is given twice, as the last alone would count; and for one that
-    begins with other dashes, as Chinese keyboards and text processors write them. Other texts may."""
+    begins with other dashes, as Chinese keyboards and text processors write them. A text may begin so."""
     names = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
     for name in LISTS:
         if names.count(name) > 1:
@@ -79,7 +79,8 @@ def check_arguments(arguments: list[str], kind: Callable) -> None:
     for argument in arguments:
         flag = argument.lstrip("-\u2010\u2013\u2014\uff0d")
         has_other_dash = re.match("-*[\u2010\u2013\u2014\uff0d]", argument)
-        if has_other_dash and flag.partition("=")[0].replace("-", "_") in flag_names(kind):
+        name = flag.partition("=")[0].replace("-", "_").removeprefix("no_")
+        if has_other_dash and name in flag_names(kind) | {"help", "help_all", "traceback", "lr", "vary"}:
             raise UserError(f"{argument} begins with another dash; write two hyphens: --{flag}")
 
 

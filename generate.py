@@ -36,7 +36,8 @@ def main() -> None:
     are_messages = {isinstance(prompt, list) for prompt in prompts or ()}
     chat = settings.chat or True in are_messages
     if len(are_messages) > 1 and not settings.chat:
-        raise UserError("some lines have messages, others a prompt; --chat answers prompts too, or give them apart.")
+        fix = "give --chat, which answers prompts too, or two files"
+        raise UserError(f"some lines have messages, others a prompt; {fix}.")
     recommended = recommended_sampling(checkpoint, settings.adapter, chat)
     source = "the defaults"
     if recommended is not None:

@@ -62,7 +62,7 @@ class Experiment:
             row = dataclasses.replace(row, commit=row.commit or commit())  # a cluster gets the code without git
             reason = self.difference_from_earlier(row)
         except BrokenProcessPool:
-            reason = "its process was killed, perhaps for lack of memory, or by the error that is printed above"
+            reason = "its process was killed, perhaps for lack of memory, or ended by an error at its start"
         except Exception as error:
             error = getattr(error, "cause", error)  # Ray's own error has the one that was raised
             reason = f"{type(error).__name__}: {error}"
@@ -153,14 +153,15 @@ def execute(experiment: Experiment, start: Callable[[Run, str], Future]) -> None
 
 
 def write_plan(experiment: Experiment, unrecorded: Collection[str] = ()) -> list[str]:
-    """Write plan.toml. The fields that differ from the plan of the finished runs are returned, and appended to
-    changes.jsonl but for `unrecorded` ones."""
+    """Write plan.toml; returns the fields that differ from the earlier plan. If runs are finished, all of them but
+    `unrecorded` ones are appended to changes.jsonl."""
     experiment.folder.mkdir(parents=True, exist_ok=True)
     path = experiment.folder / "plan.toml"
     after = dataclasses.asdict(experiment.plan)
     before = dataclasses.asdict(load_plan(path)) if path.is_file() else {}
     changed = [name for name in before if before[name] != after[name]]
-    for name in [name for name in changed if experiment.rows and name not in unrecorded]:
+    recorded = [name for name in changed if name not in unrecorded] if experiment.rows else []
+    for name in recorded:
         change = {"field": name, "before": str(before[name]), "after": str(after[name])}
         append(experiment.folder / "changes.jsonl", change | {"finished_runs": len(experiment.rows)})
     if changed or not before:  # else it keeps its comments
@@ -169,7 +170,8 @@ def write_plan(experiment: Experiment, unrecorded: Collection[str] = ()) -> list
 
 
 def prepare_process(is_first: bool) -> None:
-    """For a process that trains: it ends when the process that started it has died. The first prints its notes."""
+    """For a process that trains: it ends when the process that started it has died. Only the first of a comparison
+    prints its notes, which the others would repeat."""
     if not is_first:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     tqdm.set_lock(threading.RLock())  # instead of a semaphore of the system, which would outlive it with a warning
@@ -260,8 +262,8 @@ def check_arms(plan: Plan, level: float | None) -> None:
         with torch.device("meta"):  # no memory
             freeze_parameters(Decoder(settings.model), settings.run.freeze)
     if len(evaluated) > 1:
-        fix = "give all arms the same tokenizer, chat template and sequence_length"
-        raise UserError(f"the arms would be evaluated on other tokens of conversations; {fix}.")
+        why = "with another tokenizer, chat template or sequence_length, conversations become other tokens"
+        raise UserError(f"{why}, whose losses cannot be compared; give all arms the same.")
 
 
 def compare(

@@ -7,7 +7,7 @@ import functools
 import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import tomli_w
 from msgspec import Meta
@@ -39,14 +39,17 @@ def read_value(name: str, value: object) -> Any:
         raise UserError(f"{name} is not a setting that arms can have.{hint}")
     if get_origin(TYPES[name]) is tuple and isinstance(value, str):
         value = [value] if value else []
-    if value == "none" and "None" in str(TYPES[name]):  # such as lora=none,8
+    kind = getattr(TYPES[name], "__origin__", TYPES[name])  # without what tyro reads
+    if value == "none" and type(None) in get_args(kind):  # such as lora=none,8
         return None
     return convert(name, value, TYPES[name], strict=False)
 
 
 def label(name: str, value: object) -> str:
     """A setting as a part of an arm's name: layer (such words stand alone), no attention_bias, weight_decay=0.5."""
-    if isinstance(value, bool | None):
+    if value is None:
+        return f"{name}=none"
+    if isinstance(value, bool):
         return name if value else f"no {name}"
     if isinstance(value, tuple):
         return f"{name}={' '.join(map(str, value))}" if value else f"no {name}"
@@ -76,11 +79,10 @@ class Arm:
     baseline: str | None  # the arm that it is compared with; None for a baseline
 
     def value(self, name: str) -> Any:
-        """Its value of a setting, as the plan has it if it changes that."""
-        values = self.changes
-        for table in vars(self.settings).values():
-            values = vars(table) | values
-        return values[name]
+        """The value of a setting: as the plan wrote it where the arm changes it, else as in `settings`."""
+        if name in self.changes:
+            return self.changes[name]
+        return next(vars(table)[name] for table in vars(self.settings).values() if name in vars(table))
 
 
 @dataclass(frozen=True)
@@ -198,19 +200,19 @@ class Run:
 
 
 def changed_settings(config: str, steps: int | None, changes: dict[str, Any]) -> Settings:
-    """Those of a config with changes, and with other steps unless None; what train.py derives is derived as there."""
+    """Those of `config` with `changes`, and `steps` unless None; what train.py derives is derived as there."""
     given = ({"steps": steps} if steps else {}) | changes
     settings = base_settings(config)
     init_from = given.get("init_from", settings.run.init_from)
     directory, parent = (None, None) if init_from is None else checkpoint_model(init_from)
-    changes = implied(given, settings, parent) | given
+    derived = implied(given, settings, parent) | given
     if parent is not None:
-        changes = vars(parent) | changes | {"init_from": directory}
+        derived = vars(parent) | derived | {"init_from": directory}
     steps = given.get("steps", settings.optimizer.steps)
-    changes["evaluate_every"] = max(1, steps // EVALUATIONS)
+    derived["evaluate_every"] = max(1, steps // EVALUATIONS)
     if "steps" in given and "warmup_steps" not in given:  # the config's is for its own steps
-        changes["warmup_steps"] = min(settings.optimizer.warmup_steps, max(steps // 10, 1))
-    return replace_settings(settings, changes)
+        derived["warmup_steps"] = min(settings.optimizer.warmup_steps, max(steps // 10, 1))
+    return replace_settings(settings, derived)
 
 
 def run_settings(plan: Plan, run: Run) -> Settings:

@@ -148,6 +148,7 @@ def read_rows(folder: Path) -> list[Row]:
     """The rows of a study; none if there is no runs.jsonl."""
     lines = read_lines(folder / "runs.jsonl")
     machines = read_toml(folder / "machine.toml") if any("machine" in line for line in lines) else {}
-    with reading(folder / "runs.jsonl", "delete the line that is damaged"):
-        places = [machines[line["machine"]] if "machine" in line else {} for line in lines]
-        return [msgspec.convert(line | place, Row) for line, place in zip(lines, places, strict=True)]
+    with reading(folder / "runs.jsonl", "delete the damaged line, or restore machine.toml beside it"):
+        for line in lines:
+            line |= machines[line["machine"]] if "machine" in line else {}
+        return msgspec.convert(lines, list[Row])

@@ -67,7 +67,7 @@ def headline(study: Study) -> list[str]:
         if p < SIGNIFICANCE:
             lines.append(f"effect of {effect.name}: {with_interval(effect)} {effect.unit}, p = {p:.2g} (Holm)")
     if study.loss_column == "bits_per_byte":
-        lines.append("note: in bits per byte, with the margin, as arms were trained on other batches or tokens")
+        lines.append("note: losses and margin are in bits per byte, as the arms differ in batches or tokens")
     pairs = len(study.counted_seeds)
     done = study.rows.seed[study.rows.phase == "final"].nunique()
     if 0 < pairs < (study.plan.seeds or 0):

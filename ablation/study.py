@@ -46,7 +46,7 @@ class Study:
 
     @functools.cached_property
     def loss_column(self) -> str:
-        """The column of losses; in bits, but for conversations, where arms of a seed have other batches."""
+        """The column of losses: bits_per_byte where arms of a seed have other batches, unless no run has it (chats)."""
         trained = self.rows[(self.rows.batches_hash != "") & (self.rows.status == "completed")]  # others were converted
         batches = trained.groupby(["phase", "seed"]).batches_hash.nunique()
         return "bits_per_byte" if (batches > 1).any() and trained.bits_per_byte.notna().any() else "loss"

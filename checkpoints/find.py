@@ -1,9 +1,9 @@
 """What a RUN argument means: a directory on disk or on the Hub, and an adapter's model. Imports no torch."""
 
+import difflib
 import itertools
 import re
 import shlex
-from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,7 +121,7 @@ def newest_run(folder: Path = RUNS) -> Path:
 def newest_runs(folder: Path = RUNS, wanted: str = "") -> str:
     """A sentence for an error: the run that is called almost as wanted, or the newest, in `folder` or else in runs/."""
     runs = runs_in(folder) or runs_in(RUNS)
-    close = get_close_matches(wanted, [run.name for run in runs], n=1)
+    close = difflib.get_close_matches(wanted, [run.name for run in runs], n=1)
     if close:
         return f" Did you mean {runs[0].parent / close[0]}?"
     return f" Newest runs: {', '.join(map(str, runs[:5]))}." if runs else ""

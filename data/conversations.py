@@ -95,7 +95,7 @@ def batch_of(rows: np.ndarray) -> Batch:
 
 
 def find_conversations(files: Sequence[TextFile]) -> str | None:
-    """The file of the first readable row, or python-chat, if the row has messages and no text."""
+    """The file (or python-chat) whose first readable row has messages and no text; None if it has a text."""
     for file in files:
         for _, row in read_rows(file):
             with contextlib.suppress(ValueError, RecursionError):
@@ -185,7 +185,7 @@ def encode_conversations(
     remarks = [f"{remark}: {len(rows):,} (the first: {rows[0]})" for remark, rows in places.items()]
     if spelled:
         some = "".join(character for character, _ in spelled.most_common(10))
-        fix = "train a new base model on text that has them, such as these (--text-field messages)"
+        fix = "train a new base model on text that has them, such as these (--text-field messages or conversations)"
         remarks.append(f"{counted(len(spelled), 'character')} without a token, spelled in bytes ({some}); {fix}")
     return conversations, remarks
 

@@ -86,8 +86,9 @@ def prepare(settings: DataSettings, tokenizer: str | Path | None = None, vocab_s
     elif chat_file is None:
         loaded = trained_tokenizer(files, settings, vocab_size)
     else:
-        fix = "--init-from MODEL (in a comparison init_from=MODEL) learns them, or a new model with --tokenizer FILE"
-        raise UserError(f"{chat_file} has conversations; {fix}; --text-field messages takes them as text.")
+        learn = "--init-from MODEL (in a comparison init_from=MODEL), or --tokenizer FILE for a new model"
+        read = "--text-field with the name of their field (messages or conversations)"
+        raise UserError(f"{chat_file} has conversations; to learn them give {learn}; to read them as text give {read}.")
     vocab_size = vocab_size or loaded.vocab_size
     check_vocabulary(loaded, vocab_size)
     if chat_file is None:
@@ -160,13 +161,13 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
 
 
 def advice(tokenizer: Tokenizer, bytes_per_token: float, ids: np.ndarray) -> list[str]:
-    """A note to print where tokens are too short or too long; ids: some of the text."""
+    """A note to print where tokens are too short or too long, or do not know the characters; ids: some of the text."""
     fix = "a model whose tokenizer is made of this text, with enough pieces, is better"
     if bytes_per_token < 1.6:
         return [f"note: tokens are nearly single bytes; {fix}"]
     spelled = np.isin(ids, tokenizer.lead_bytes).mean()
     if spelled > 0.01:
-        return [f"note: {spelled:.0%} of the tokens begin characters without a token, spelled in bytes; {fix}"]
+        return [f"note: {spelled:.0%} of the tokens are first bytes of characters that the tokenizer lacks; {fix}"]
     smaller = max(300, 100 + sum(len(piece) == 1 or piece.startswith("<0x") for piece in tokenizer.vocabulary))
     if bytes_per_token > LONG_TOKENS and smaller < tokenizer.vocab_size:
         fix = f"give a smaller --vocab-size, such as {smaller}"

@@ -100,7 +100,7 @@ def text_of(row: dict, field: str) -> str:
     if field not in row:
         raise ValueError(f"no field {field!r} among {', '.join(row)}")
     text = "" if row[field] is None else row[field]
-    if field in MESSAGES:
+    if field in MESSAGES and isinstance(text, list):
         text = "\n".join(plain_message(message)["content"] for message in text)
     if not isinstance(text, str):
         raise ValueError(f"{field!r} is {type(text).__name__}, not text")

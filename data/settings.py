@@ -16,7 +16,7 @@ class DataSettings:
     """Files, folders or globs of .txt .md .py .jsonl .jsonl.gz .parquet; hub:OWNER/NAME[/FOLDER], a data set of the
     Hugging Face Hub; or python (the standard library of this interpreter), python-chat (questions and answers about
     it), shakespeare, tinystories (these two are downloaded)."""
-    text_field: str = "text"  # Field of jsonl and parquet rows with the text; messages: what is said.
+    text_field: str = "text"  # Field of jsonl and parquet rows with the text; messages: those of conversations.
     tokenizer: Annotated[str | None, optional("FILE")] = None  # A tokenizer or its folder. Default: made of the text.
     validation_fraction: Fraction = 0.05  # Part of the text, in complete documents, that is held out (at most 8 MB).
     validation_salt: NonNegativeInt = 0  # Another number holds out other documents, to choose settings.

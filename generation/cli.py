@@ -10,7 +10,7 @@ import kernels
 from checkpoints.find import find_files
 from data.chat import ChatFormat, Message
 from data.tokenizer import Tokenizer, encode_prompt, tokens_after
-from errors import UserError, counted, log
+from errors import UserError, log
 from generation.conversation import Conversation, write
 from generation.generate import NewToken, check_prompts, generate
 from generation.load import load_decoder, open_model
@@ -88,7 +88,7 @@ def print_texts(
             write("\n\n" if start + len(batch) < len(samples) else "\n")
         empty = [str(number) for number, stream in enumerate(streams, start + 1) if not stream.text]
         if settings.chat and empty:
-            log(f"of {counted(len(samples), 'answer')}, empty as it ended at once: {', '.join(empty)}")
+            log(f"empty answers, which ended at once: {', '.join(empty)} of {len(samples)}")
         if any(stream.end == "context" for stream in streams):
             log("a text ends where the model's context is full")
 

@@ -24,7 +24,7 @@ else:
     decode = gpu = None
 try:
     from kernels import cpu
-except (ImportError, AttributeError) as error:  # new versions of Python wait for Numba, or it is too new itself
+except (ImportError, AttributeError) as error:  # Numba does not know this Python yet, or is too new for this code
     note(f"computing on a CPU is slower here ({error}); pip install numba")
     cpu = None
 
@@ -101,7 +101,7 @@ def describe(device: torch.device) -> str:
         return "plain PyTorch with CPU functions"
     if _choice != "auto":
         return "plain PyTorch"
-    why = "no Numba" if device.type == "cpu" else f"no Triton kernels: {triton_unavailable_reason(device)}"
+    why = "without Numba" if device.type == "cpu" else f"no Triton kernels: {triton_unavailable_reason(device)}"
     return f"plain PyTorch ({why})"
 
 

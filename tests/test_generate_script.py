@@ -88,7 +88,7 @@ def test_given_flags_win_over_the_recommended_sampling_even_with_a_default_value
     assert said in capsys.readouterr().err
     mixed = b'"a"\n{"messages": [{"role": "user", "content": "hi"}]}\n'
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(mixed)))
-    with pytest.raises(UserError, match="some lines have messages, others a prompt; --chat"):
+    with pytest.raises(UserError, match="some lines have messages, others a prompt; give --chat"):
         main("--jsonl")
     with pytest.raises(UserError, match=r"put a text of several words in quotes: 'The old sailor'$"):
         main("The", "old", "sailor")

@@ -24,7 +24,7 @@ MISTAKES = r"""
 train --data nothere -> no file, folder or known text is called "nothere"; give --data a path
 train --data BAD/small.txt --data BAD/chat.jsonl -> --data is given twice; give it once, with all its values
 train --data BAD/small.txt -> the text has 1 tokens to train on, but one batch .* needs 4,096; give more text, or
-train --data BAD/chat.jsonl -> .*chat.jsonl has conversations; --init-from MODEL \(in a comparison init_from=
+train --data BAD/chat.jsonl -> .*chat.jsonl has conversations; to learn them give --init-from MODEL
 train --init-from RUN --data BAD/chat.jsonl -> the files have 1 different conversation, too few to learn from; give more
 train --data BAD/broken.jsonl -> .*broken.jsonl, row 1 .*
 train --data BAD/broken.parquet -> .*broken.parquet .*Parquet file size is 4 bytes
@@ -68,6 +68,7 @@ train --freeze --norm rms -> --freeze needs a value
 train --resume -> --resume needs a value
 train --init-from= --steps 5 -> --init-from needs a value
 train ——norm rms -> ——norm begins with another dash; write two hyphens: --norm
+train —no-norm-bias -> —no-norm-bias begins with another dash; write two hyphens: --no-norm-bias
 train —-norm rms -> —-norm begins with another dash; write two hyphens: --norm
 generate RUN —hola --stop —end —seed 2 -> —seed begins with another dash; write two hyphens: --seed
 generate RUN def --stop= -> --stop needs a text

@@ -38,7 +38,8 @@ def show_evaluation(session: Session, result: Evaluation) -> None:
     """Print an evaluation, what it means when the loss has risen twice, and before the end a text sample."""
     tqdm.write(f"step {session.state.step}: validation {result}")
     losses = [*metrics.validation_losses(session.run_dir).values()]
-    if [end for end in range(3, len(losses) + 1) if has_risen(losses[:end])] == [len(losses)]:  # for the first time
+    rises = [has_risen(losses[:end]) for end in range(3, len(losses) + 1)]
+    if rises and rises[-1] and not any(rises[:-1]):  # for the first time
         tqdm.write(RISING)
     # With --shard there are no samples, as each token would gather all weights.
     if session.state.step < session.steps and not session.processes.sharded:
@@ -46,7 +47,7 @@ def show_evaluation(session: Session, result: Evaluation) -> None:
 
 
 def has_risen(losses: Sequence[float]) -> bool:
-    """Whether the last two losses rose, to more than 1% above the lowest."""
+    """Whether the last two losses rose, to more than 1% above the lowest: less is noise."""
     return losses[-3] < losses[-2] < losses[-1] and losses[-1] > 1.01 * min(losses)
 
 
@@ -86,12 +87,14 @@ def report_end(session: Session) -> None:
     best_loss = state.best_validation_loss
     losses = metrics.validation_losses(session.run_dir)
     best_step = min(losses, key=losses.get, default=state.step)
-    of_step = "" if best_step == state.step else f", of step {best_step}"
+    of_step = "" if best_step == state.step else f" (step {best_step})"
     if not session.processes.sharded:
         best = checkpoint.find_complete(session.run_dir / "best")
         if best is not None:
             pretrained.load_weights(session.model, best)
-        print(f"samples of best/{of_step}:\n{samples(session, prompts)}" if of_step else samples(session, prompts))
+        if of_step:
+            print(f"samples from best/{of_step}:")
+        print(samples(session, prompts))
     if best_loss > math.log(session.model.config.vocab_size):
         fix = "a smaller --vocab-size" if session.settings.run.init_from is None else "a larger --learning-rate"
         # Where the loss has risen, more steps do not help.

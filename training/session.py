@@ -177,8 +177,8 @@ def print_advice(settings: Settings, corpus: Text, tokens: int) -> None:
     if steps >= 2 * fewer:
         shorter = f"--steps {fewer}" + (f" --warmup-steps {fewer // 10}" if 4 * warmup > fewer else "")
         print(f"note: a text is learned by heart when it is read so often; give more text, or {shorter}")
-    if settings.run.evaluate_every >= steps > max(9, fewer // 5):
-        print(f"note: the only evaluation is at the end; --evaluate-every {steps // 5} keeps the best weights before")
+    if settings.run.evaluate_every >= steps > max(9, fewer // 5):  # from 2 epochs on, more may be worse
+        print(f"note: with --evaluate-every {steps // 5}, best/ keeps the best weights of the way, not the last alone")
     if 2 * warmup > steps >= 10:
         print(f"note: the learning rate rises until step {min(warmup, steps)}; better is --warmup-steps {steps // 10}")
     parent = settings.run.init_from
@@ -203,8 +203,9 @@ def epochs(read: float, tokens: float) -> str:
 def prepare_corpus(settings: Settings, last: Path | None = None) -> Text:
     """The text as tokens, by the tokenizer of `last`, else --tokenizer, else that of --init-from, else a new one."""
     tokenizer = last or settings.data.tokenizer or settings.run.init_from
-    is_of_new_model = tokenizer is not None and last is None and settings.run.init_from is None
-    return prepare(settings.data, tokenizer, None if is_of_new_model else settings.model.vocab_size)
+    if tokenizer is not None and last is None and settings.run.init_from is None:  # the model is made for it
+        return prepare(settings.data, tokenizer, None)
+    return prepare(settings.data, tokenizer, settings.model.vocab_size)
 
 
 def prepare_training(

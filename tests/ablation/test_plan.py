@@ -103,7 +103,7 @@ def test_the_command_line_makes_plans():
     quick = ablate.parse(["placement", "--quick"]).plan
     assert (quick.seeds, quick.steps, quick.learning_rates) == (3, 300, (5e-4,))
     assert ablate.parse(["--config", "tiny", "--quick", "--vary", "norm=rms,layer"]).plan.learning_rates == (0.0024,)
-    assert [*ablate.parse(["--vary", "lora=none,8", "--vary", "init_from=x"]).plan.all_arms] == ["no lora", "lora=8"]
+    assert [*ablate.parse(["--vary", "lora=none,8", "--vary", "init_from=x"]).plan.all_arms] == ["lora=none", "lora=8"]
     assert ablate.parse(["--vary", "lr=1e-3,2e-3", "--quick"]).plan.learning_rates == (), "arms have their own"
     assert ablate.parse(["default-recipe", "--config", "ablation", "--quick"]).plan.learning_rates == (5e-4,)
     more = ablate.parse(["family", "--vary", "qk_norm=true,false", "--margin", "0.02"]).plan

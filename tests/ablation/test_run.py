@@ -69,7 +69,7 @@ def test_conversations_are_compared_on_the_same_tokens(config, trained_rms, tmp_
     check_arms(plan, None)
     row = train_run(plan, RUN, "cpu", 1, 1)
     assert (row.status, row.bits_per_byte) == ("completed", None) and row.batches_hash
-    with pytest.raises(UserError, match="give all arms the same tokenizer"):
+    with pytest.raises(UserError, match="give all arms the same"):
         check_arms(dataclasses.replace(plan, vary=shared | {"sequence_length": [16, 32]}), None)
 
 

@@ -70,7 +70,7 @@ def test_nothing_measured_and_plain_pytorch_in_the_place_of_ours_are_errors(monk
     with pytest.raises(UserError, match="nothing was measured"):
         timing.finish([])
     monkeypatch.setattr(timing.kernels, "cpu", None)
-    with pytest.raises(UserError, match=r"do not run here: plain PyTorch \(no Numba\)"):
+    with pytest.raises(UserError, match=r"do not run here: plain PyTorch \(without Numba\)"):
         timing.check_ours(CPU)
 
 

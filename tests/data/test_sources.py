@@ -15,7 +15,7 @@ from pyarrow import parquet
 from data.corpus import Corpus, prepare
 from data.settings import DataSettings
 from data.sources import FORMATS, HUB_TEXTS, resolve
-from errors import UserError
+from errors import UserError, printable
 from tests.data.conftest import read
 
 
@@ -111,7 +111,7 @@ def test_messages_are_text_where_the_field_is_called_so_and_a_name_that_is_not_u
     write_jsonl(tmp_path / "a\udcc4.jsonl", [{"messages": said}, {"messages": []}])
     assert read(tmp_path / "a\udcc4.jsonl", field="messages") == ["2 + 2?\n4\n"]
     prepare(DataSettings(data=(str(tmp_path),), text_field="messages", cache=str(tmp_path / "cache")))
-    assert "skipped: 1 row without text in " in capsys.readouterr().err
+    assert "skipped: 1 row without text in " + printable(str(tmp_path / "a\udcc4.jsonl")) in capsys.readouterr().err
 
 
 def test_sources_that_hold_nothing_are_named(tmp_path):

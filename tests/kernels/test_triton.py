@@ -99,7 +99,7 @@ def test_triton_is_refused_with_the_reason_where_it_cannot_run(monkeypatch):
     assert kernels.implementation(CUDA) is reference
     assert kernels.describe(CUDA) == "plain PyTorch (no Triton kernels: Triton is not installed)"
     monkeypatch.setattr(kernels, "cpu", None)
-    assert kernels.describe(CPU) == "plain PyTorch (no Numba)"
+    assert kernels.describe(CPU) == "plain PyTorch (without Numba)"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch.nn.functional import cross_entropy
 
+from checkpoints.families import load_config
 from checkpoints.pretrained import save_pretrained, unpacked_tensors
 from data.chat import ChatFormat, add_chat_template
 from data.conversations import batch_of, encode_conversations, pack
@@ -125,4 +126,5 @@ def test_conversations_are_not_cut_into_shorter_sequences(chat_flags, tmp_path):
 def test_a_new_model_learns_conversations_with_a_given_tokenizer(flags, chat_file, finished_run, tmp_path):
     start = ["--data", str(chat_file), "--tokenizer", str(finished_run / "last"), "--vocab-size", "9"]
     run = train_run(tmp_path / "run", *flags[2:], *start, "--steps", "2")
-    assert load_tokenizer(run / "last").chat_template is not None
+    tokenizer = load_tokenizer(run / "last")
+    assert tokenizer.chat_template is not None and load_config(run / "last").vocab_size == tokenizer.vocab_size

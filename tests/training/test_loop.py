@@ -105,14 +105,14 @@ def test_the_steps_report_what_the_run_logs_and_neither_print_nor_write(flags, t
 
 
 def test_a_loss_that_rises_twice_is_a_note_also_where_the_run_was_resumed(flags, tmp_path, monkeypatch, capsys):
-    nats = iter([20.0, 15.0, 16.0, 17.0, 18.0, 1.0, 2.0])
+    nats = iter([20.0, 15.0, 15.01, 15.02, 18.0, 1.0, 2.0])
     monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(next(nats), 10, 10))
     after_step(monkeypatch, 7, lambda: signal.raise_signal(signal.SIGTERM))
     run = train_run(tmp_path / "run", *flags, "--steps", "10", "--evaluate-every", "2")
     assert runs.resume(run) == 0
     out = capsys.readouterr().out
     assert out.count("note: the validation loss has risen twice") == 1
-    assert "best/ has the weights with the lowest validation loss, 1.5000 nats per token, of step 4\n" in out
+    assert "best/ has the weights with the lowest validation loss, 1.5000 nats per token (step 4)\n" in out
     states = [json.loads((run / name / "state.json").read_text()) for name in ("best", "last")]
     assert [(state["step"], state["best_validation_loss"]) for state in states] == [(4, 1.5), (10, 1.5)]
     assert "the learning rate rises until" not in out
@@ -120,9 +120,9 @@ def test_a_loss_that_rises_twice_is_a_note_also_where_the_run_was_resumed(flags,
     train_run(tmp_path / "short", *flags, *short)
     out = capsys.readouterr().out
     assert "note: the learning rate rises until step 24; better is --warmup-steps 2" in out
-    assert "note: the only evaluation is at the end; --evaluate-every 4 keeps the best weights before" in out
+    assert "note: with --evaluate-every 4, best/ keeps the best weights of the way" in out
     train_run(tmp_path / "tuned", *flags[2:], "--init-from", str(run), "--steps", "2")
-    assert ", of step 0\nnote: training has made the model no better" in capsys.readouterr().out
+    assert " (step 0)\nnote: training has made the model no better" in capsys.readouterr().out
 
 
 def test_a_sample_is_cut_to_the_context_and_cannot_send_commands_to_the_terminal(flags, tmp_path, monkeypatch, capsys):
