@@ -253,7 +253,7 @@ def test_a_text_too_small_for_the_vocabulary_gets_a_smaller_one_and_one_without_
     corpus.tokenizer.save(tmp_path)
     (tmp_path / "new.txt").write_text("too little to learn four thousand pieces from 文\n" * 99, encoding="utf-8")
     new = prepare(DataSettings(data=(str(tmp_path / "new.txt"),), cache=str(tmp_path)), tmp_path)
-    assert "% of the tokens begin characters without a token" in new.description
+    assert "% of the tokens are first bytes of characters that the tokenizer lacks" in new.description
     phrases = random.Random(1).choices(["在城南的竹林深处听雨，", "念一封没有寄出的信，", "把旧书店的灯点亮，"], k=2000)
     (tmp_path / "phrases.txt").write_text("".join(phrases), encoding="utf-8")
     corpus = prepare(DataSettings(data=(str(tmp_path / "phrases.txt"),), cache=str(tmp_path)), vocab_size=1000)
