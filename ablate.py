@@ -186,7 +186,8 @@ def run_flags(plan: Plan) -> str:
     """The flags that make the runs of a campaign: they stay from idea to idea."""
     steps = f" --steps {plan.steps}" if plan.steps else ""
     rates = f" --learning-rates {' '.join(map(str, plan.learning_rates))}" if plan.learning_rates else ""
-    return f"--config {plan.config}{steps}{rates}"
+    shared = {name: values[0] for name, values in plan.vary.items() if len(values) == 1}
+    return f"--config {plan.config}{steps}{rates}" + "".join(f" --vary {name}={shared[name]}" for name in shared)
 
 
 def assignments(text: str) -> dict[str, str]:

@@ -49,7 +49,8 @@ def convert(name: str, value: object, kind: Any, *, strict: bool = True) -> Any:
         if choices:
             problem = f"it must be one of {', '.join(choices)}"
         elif limit := re.match(r"Expected `(?:int|float)` ([<>]=?) (\S+)", problem):
-            problem = f"it must be {LIMITS[limit[1]]} {limit[2]}"
+            or_none = ", or none" if type(None) in get_args(getattr(kind, "__origin__", kind)) else ""
+            problem = f"it must be {LIMITS[limit[1]]} {limit[2]}{or_none}"
         elif problem.startswith("Expected `bool`"):
             problem = "it must be true or false"
         raise UserError(f"{name} is {value!r}: {problem}.{nearest(str(value), choices)}") from None

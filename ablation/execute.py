@@ -60,28 +60,29 @@ class Experiment:
         try:
             row = future.result()
             row = dataclasses.replace(row, commit=row.commit or commit())  # a cluster gets the code without git
-            reason = self.difference_from_earlier(row)
+            reason = None
         except BrokenProcessPool:
             reason = "its process was killed, perhaps for lack of memory, or ended by an error at its start"
         except Exception as error:
             error = getattr(error, "cause", error)  # Ray's own error has the one that was raised
             reason = f"{type(error).__name__}: {error}"
+        else:
+            self.check_comparable(row)
+            if row.device != self.device:
+                reason = f"it ran on {row.device}, and the others on {self.device}"
         if reason is not None:
             row = Row(**vars(run), status="failed", reason=reason)
         self.rows.append(row)
         append_rows(self.folder, row)
         return row
 
-    def difference_from_earlier(self, row: Row) -> str | None:
-        """Why a row cannot be compared with those before it, if it cannot."""
-        if row.device != self.device:
-            return f"it ran on {row.device}, and the others on {self.device}"
+    def check_comparable(self, row: Row) -> None:
+        """`UserError` if text or code are not those of the rows before: further runs would not be either."""
         for earlier in self.rows:
-            if earlier.text_hash not in ("", row.text_hash):
-                return f"the text has hash {row.text_hash}, and that of the runs before is {earlier.text_hash}"
-            if earlier.code_hash not in ("", row.code_hash):
-                return "the code was changed since the runs before"
-        return None
+            for what in ("text", "code"):
+                if getattr(earlier, f"{what}_hash") not in ("", getattr(row, f"{what}_hash")):
+                    fix = "restore it, and the same command goes on; or give another --out"
+                    raise UserError(f"the {what} was changed since the first runs of {self.folder}; {fix}.")
 
 
 def local_workers(torch_device: str, jobs: int | None) -> list[str]:
@@ -109,7 +110,8 @@ def load_experiment(plan: Plan, folder: Path, torch_device: str = "auto", jobs: 
     for row in rows:
         if row.code_hash not in ("", code):
             fix = "give another --out; if it computes the same, delete code_hash in machine.toml there"
-            raise UserError(f"the code of {', '.join(CODE)} was changed since the runs of {folder}; {fix}.")
+            packages = f"{', '.join(CODE[:-1])} or {CODE[-1]}"
+            raise UserError(f"the code in {packages} was changed since the runs of {folder}; {fix}.")
         if row.arm in plan.all_arms and settings_hash(run_settings(plan, row)) != row.settings_hash:
             difference = "had other settings" if row.settings_hash else "does not say which settings it had"
             raise UserError(f"a finished run ({row}) of {folder} {difference}; give another --out.")
@@ -230,7 +232,8 @@ def estimate_runs(experiment: Experiment, torch_device: str, level: float | None
     seconds = 0.0
     for name, arm in plan.all_arms.items():
         print(f"a run of {name}:", flush=True)
-        seconds += runs[name] * estimate(replace_settings(arm.settings, {"device": torch_device})) / workers
+        settings = replace_settings(arm.settings, {"device": torch_device})
+        seconds += runs[name] * estimate(settings, advises=False) / workers
     overhead = format_time(OVERHEAD * runs.total() / workers)
     print(f"all runs that can start: {runs.total()}, {workers} at once, about {format_time(seconds)} of training,")
     more = ""

@@ -40,7 +40,7 @@ def read_value(name: str, value: object) -> Any:
     if get_origin(TYPES[name]) is tuple and isinstance(value, str):
         value = [value] if value else []
     kind = getattr(TYPES[name], "__origin__", TYPES[name])  # without what tyro reads
-    if value == "none" and type(None) in get_args(kind):  # such as lora=none,8
+    if str(value).lower() == "none" and type(None) in get_args(kind):  # such as lora=none,8
         return None
     return convert(name, value, TYPES[name], strict=False)
 
@@ -109,7 +109,8 @@ class Plan:
     hours: Annotated[PositiveFloat, arg(help_behavior_hint="")] = 12.0
     """The most that all runs may take, sweep and pilot included: 12, or what the plan says"""
     learning_rates: Annotated[tuple[PositiveFloat, ...], arg(help_behavior_hint="", aliases=("--lr",))] = ()
-    """Several: a sweep. None: the config's, or a sweep if norm (not rms, layer), placement, MLP or optimizer differ"""
+    """Several: a sweep. None: the config's, or a sweep where norm (not rms, layer), placement, MLP, LoRA or optimizer
+    differ"""
     sweep_seeds: PositiveInt = 3  # Runs of each arm at each learning rate of the sweep
     margin: NonNegativeFloat = 0.005  # Smaller differences (nats per token, or the report's unit) are equivalent
 
@@ -158,7 +159,7 @@ class Plan:
         if not rates:
             default = base_settings(self.config).optimizer.learning_rate
             norms = {arm.value("norm") for arm in self.all_arms.values()}
-            needs_sweep = {"norm_placement", "mlp", "optimizer"} & {*self.varied}  # their best rates differ
+            needs_sweep = {"norm_placement", "mlp", "optimizer", "lora"} & {*self.varied}  # their best rates differ
             if "norm" in self.varied and norms - {"rms", "layer"}:
                 needs_sweep.add("norm")
             rates = tuple(factor * default for factor in SWEEP_FACTORS) if needs_sweep else (default,)

@@ -28,10 +28,11 @@ MAX_TEXT = 30e6  # bytes of the files that a dry run prepares as training does: 
 BYTES_PER_TOKEN = 3.5  # of a larger text: see SAMPLE_SIZE in data/train_tokenizer.py
 
 
-def estimate(settings: Settings, last: Path | None = None) -> float:
+def estimate(settings: Settings, last: Path | None = None, *, advises: bool = True) -> float:
     """Print what one process needs, and return the seconds of all steps, NaN where they are not measured.
 
-    last: the save of a run that is resumed, whose tokenizer it keeps. `TooLittleText` is raised last.
+    last: the save of a run that is resumed, whose tokenizer it keeps. advises: print what flags of train.py would be
+    better. `TooLittleText` is raised last.
     """
     device, dtype = use_machine(settings)
     data, steps, rank = settings.data, settings.optimizer.steps, settings.run.lora
@@ -42,7 +43,7 @@ def estimate(settings: Settings, last: Path | None = None) -> float:
         size = sum(file.size for file in files)
         if size < MAX_TEXT or find_conversations(files):
             try:
-                settings, corpus = open_text(settings, last)
+                settings, corpus = open_text(settings, last, advises=advises)
             except TooLittleText as error:  # raised last: the rest hardly depends on the text
                 problem = error
         else:

@@ -153,7 +153,7 @@ def check_processes_agree(processes: Processes, settings: Settings, corpus: Text
     )
 
 
-def open_text(settings: Settings, last: Path | None) -> tuple[Settings, Text]:
+def open_text(settings: Settings, last: Path | None, *, advises: bool = True) -> tuple[Settings, Text]:
     """Print and return the text to train on, and the settings with its prompts and the size of its vocabulary."""
     corpus = prepare_corpus(settings, last)
     data = settings.data
@@ -161,7 +161,7 @@ def open_text(settings: Settings, last: Path | None) -> tuple[Settings, Text]:
     tokens = corpus.count_sequences(data) * data.sequence_length
     read = epochs(steps * data.batch_size * data.sequence_length, tokens)
     print(f"text: {corpus.description}\n  {counted(steps, 'step')}: {read}")
-    if last is None:
+    if last is None and advises:
         print_advice(settings, corpus, tokens)
     changes = {"sample_prompts": settings.run.sample_prompts or tuple(corpus.prompts)}
     if last is None and settings.run.init_from is None:

@@ -119,7 +119,7 @@ def test_runs_with_other_settings_are_refused_and_changes_of_the_plan_written_do
     with pytest.raises(UserError, match="had other settings"):
         load_experiment(dataclasses.replace(trained.plan, steps=5), tmp_path)
     monkeypatch.setattr(execute, "code_hash", lambda: "another")
-    with pytest.raises(UserError, match="the code of checkpoints, data, kernels, model, training was changed"):
+    with pytest.raises(UserError, match="the code in checkpoints, data, kernels, model or training was changed"):
         load_experiment(trained.plan, tmp_path)
     monkeypatch.undo()
     with pytest.raises(UserError, match="runs of another plan"):
@@ -165,12 +165,16 @@ def test_a_dry_run_prints_what_a_run_of_each_arm_needs_and_the_time_of_all(exper
     assert "all runs that can start: 4, 2 at once, about " in other
 
 
-def test_a_run_on_another_text_or_device_or_by_other_code_has_failed(experiment, ended, start_of):
-    equal = {"text_hash": "one", "code_hash": "one"}
-    others = iter([{}, {"code_hash": "two"}, {"text_hash": "two"}, {"device": "GPU"}])
-    execute.execute(experiment, start_of(lambda run, device: ended(run, **equal | next(others))))
-    device, code, text = sorted(row.reason for row in failed(experiment))
-    assert "it ran on GPU" in device and "the code was changed" in code and "the text has hash two" in text
+def test_a_run_on_another_device_has_failed_and_another_text_or_other_code_ends_all(experiment, ended, start_of):
+    others = iter([{}, {"device": "GPU"}, {}, {}])
+    execute.execute(experiment, start_of(lambda run, device: ended(run, text_hash="one", **next(others))))
+    assert [row.reason.partition(",")[0] for row in failed(experiment)] == ["it ran on GPU"]
+    for what in ("text", "code"):
+        experiment.rows = [ended(experiment.study.planned_runs[0], text_hash="one", code_hash="one")]
+        other = {"text_hash": "one", "code_hash": "one"} | {f"{what}_hash": "two"}
+        with pytest.raises(UserError, match=f"the {what} was changed since the first runs"):
+            execute.execute(experiment, start_of(lambda run, device, other=other: ended(run, **other)))
+        assert len(experiment.rows) == 1
 
 
 def test_unfinished_seeds_of_another_device_are_made_again_and_finished_ones_kept(experiment, ended, start_of):
