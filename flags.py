@@ -138,5 +138,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """` Did you mean X?`, the name with these initials (lr: learning_rate) or the closest one; or an empty text."""
     names = [*names]
     by_initials = {"".join(word[:1] for word in re.split("[-_]", other)): other for other in names}
-    close = by_initials.get(name.strip("-")) or next(iter(difflib.get_close_matches(name.lower(), names)), None)
+    begins = [other for other in names if name.startswith(f"{other}_")]  # lora_rank: lora
+    close = begins + difflib.get_close_matches(name.lower(), names)
+    close = by_initials.get(name.strip("-")) or next(iter(close), None)
     return f" Did you mean {close}?" if close else ""

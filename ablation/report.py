@@ -122,6 +122,7 @@ def pairs_to_decide(c: Comparison) -> str | None:
 def write(study: Study, folder: Path) -> Path:
     """Write report.md, whose path is returned, its first table as CSV and LaTeX, and its pictures as PNG and PDF."""
     use_chinese_fonts(*study.plan.all_arms)
+    judgement = read_judgement(folder)
     rows = []
     narrow = []  # with fewer columns, for LaTeX
     compared = {}  # effects by their text in the picture
@@ -130,6 +131,11 @@ def write(study: Study, folder: Path) -> Path:
         row = {"arm": c.effect.name, f"difference, {study.unit}": with_interval(c.effect), "pairs": c.effect.n}
         narrow.append(row | {"p (Holm)": f"{c.p_holm:.2g}", "verdict": c.verdict})
         compared[f"{c.arm}: {c.verdict}\n{rows[-1]['worth'] or ''}"] = c.effect
+    if rows and judgement is not None and judgement.interval is not None:  # which count its looks
+        low, high = judgement.interval
+        rows[0] |= {"low": low, "high": high, "p (Holm)": judgement.p, "verdict": judgement.verdict}
+        narrow[0] |= {"p (Holm)": f"{judgement.p:.2g}", "verdict": judgement.verdict}
+        narrow[0][f"difference, {study.unit}"] = f"{judgement.difference:+.4f} [{low:+.4f}, {high:+.4f}]"
     if rows:
         save_table(folder / "differences", rows, narrow)
     table_of_effects = [{"effect": e.name, **interval_columns(e), "p (Holm)": p} for e, p in grid_effects(study)]

@@ -61,6 +61,7 @@ generate BAD/no_tokenizer --prompt a -> there is no .*no_tokenizer/tokenizer.mod
 generate RUN --prompt a --temperature -1 -> temperature is -1
 generate RUN --chat -> .*RUN/best has no chat template, so it only continues text; teach it to talk, by python-chat or a
 generate RUN --prompt a --max-new-tokens 0 -> --max-new-tokens, .* must be at least 1
+ablate --vary lora_rank=0,4 -> lora_rank is not a setting that arms can have. Did you mean lora\?
 ablate --vary lora=0,4 -> lora is '0': it must be at least 1, or none
 ablate nothere -> nothere is no file, experiment or study
 ablate reprot nothere -> reprot is no .* Did you mean report\?
