@@ -186,8 +186,12 @@ def run_flags(plan: Plan) -> str:
     """The flags that make the runs of a campaign: they stay from idea to idea."""
     steps = f" --steps {plan.steps}" if plan.steps else ""
     rates = f" --learning-rates {' '.join(map(str, plan.learning_rates))}" if plan.learning_rates else ""
-    shared = {name: values[0] for name, values in plan.vary.items() if len(values) == 1}
-    return f"--config {plan.config}{steps}{rates}" + "".join(f" --vary {name}={shared[name]}" for name in shared)
+    flags = f"--config {plan.config}{steps}{rates}"
+    for name, values in plan.vary.items():
+        if len(values) == 1:  # a setting that all runs share
+            value = " ".join(values[0]) if isinstance(values[0], tuple) else values[0]
+            flags += f" --vary {shlex.quote(f'{name}={value}')}"
+    return flags
 
 
 def assignments(text: str) -> dict[str, str]:

@@ -175,7 +175,7 @@ def prepare_process(is_first: bool) -> None:
     """For a process that trains: it ends when the process that started it has died. Only the first of a comparison
     prints its notes, which the others would repeat."""
     if not is_first:
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = open(os.devnull, "w", encoding="utf-8", errors="replace")  # noqa: SIM115
     tqdm.set_lock(threading.RLock())  # instead of a semaphore of the system, which would outlive it with a warning
 
     def watch() -> None:

@@ -67,7 +67,7 @@ def headline(study: Study) -> list[str]:
         if p < SIGNIFICANCE:
             lines.append(f"effect of {effect.name}: {with_interval(effect)} {effect.unit}, p = {p:.2g} (Holm)")
     if study.loss_column == "bits_per_byte":
-        lines.append("note: losses and margin are in bits per byte, as the arms differ in batches or tokens")
+        lines.append("note: losses and margin are in bits per byte, as the arms were not trained on equal batches")
     pairs = len(study.counted_seeds)
     done = study.rows.seed[study.rows.phase == "final"].nunique()
     if 0 < pairs < (study.plan.seeds or 0):
@@ -131,7 +131,8 @@ def write(study: Study, folder: Path) -> Path:
         row = {"arm": c.effect.name, f"difference, {study.unit}": with_interval(c.effect), "pairs": c.effect.n}
         narrow.append(row | {"p (Holm)": f"{c.p_holm:.2g}", "verdict": c.verdict})
         compared[f"{c.arm}: {c.verdict}\n{rows[-1]['worth'] or ''}"] = c.effect
-    if rows and judgement is not None and judgement.interval is not None:  # which count its looks
+    if rows and judgement is not None and judgement.interval is not None:
+        # The numbers of judge: those of a single test do not count its looks.
         low, high = judgement.interval
         rows[0] |= {"low": low, "high": high, "p (Holm)": judgement.p, "verdict": judgement.verdict}
         narrow[0] |= {"p (Holm)": f"{judgement.p:.2g}", "verdict": judgement.verdict}

@@ -71,7 +71,10 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | {"chat_template": template}))
     texts = tmp_path_factory.mktemp("texts")
-    documents = [f"Document {n} é 漢字\n" * (n % 7 + 1) for n in range(30)]
+    documents = []
+    for n in range(30):
+        lines = 1 + n % 7
+        documents.append(f"Document {n} é 漢字\n" * lines)
     rows = "".join(json.dumps({"text": text}) + "\n" for text in documents)
     for name in ("a.txt", "b.jsonl", "c.jsonl"):
         (texts / name).write_text(rows, encoding="utf-8")
