@@ -96,7 +96,7 @@ class ChatFormat:
             fix = "put the chat_template.jinja of its Instruct model into its folder, or use a model that chats"
             if {token.content for token in tokenizer.added_tokens.values()} >= {*TURNS}:
                 command = f"python train.py --init-from {shlex.quote(str(tokenizer.folder))} --data python-chat"
-                fix = f"teach it to talk, by python-chat or a chat.jsonl of yours: {command} --learning-rate 1e-3"
+                fix = f"teach it to talk, by a chat.jsonl or, in English, python-chat: {command} --learning-rate 1e-3"
             raise UserError(f"{tokenizer.folder} has no chat template, so it only continues text; {fix}")
         self.tokenizer = tokenizer
         self._template = tokenizer.chat_template

@@ -47,13 +47,14 @@ class Conversations:
 
     chat: ChatFormat
     tokenizer: Tokenizer
-    description: str  # two lines to print
+    description: str  # two lines to print, the first of what is trained on
     text_hash: str  # hash of the messages, in order
     prompts: list[str]  # for samples: the first question of a conversation for validation
     train: np.ndarray  # (3, rows, T + 1): ids; whether they are learned; their conversations in the row, 0: padding
     validation: np.ndarray
     validation_bytes: None = None  # no bits per byte, which would count what is not learned
     everything_bytes: None = None
+    advice: tuple = ()
 
     def count_sequences(self, settings: DataSettings) -> int:
         """The rows of an epoch; `UserError` for a schedule that would cut them."""

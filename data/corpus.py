@@ -23,6 +23,7 @@ from data.train_tokenizer import trained_tokenizer
 from errors import UserError, counted, note
 
 LONG_TOKENS = 10  # bytes of a token, on average
+SHORTEST_END = 500  # bytes at the end of a document that are held out together
 
 
 class TooLittleText(UserError):
@@ -34,7 +35,8 @@ class Corpus:
     """A text that can be trained on, with the methods of `Conversations`."""
 
     tokenizer: Tokenizer
-    description: str  # three lines to print, and the advice
+    description: str  # three lines to print, the first of the whole text
+    advice: list[str]  # a line to print, or none
     text_hash: str  # hash of the documents, in order
     prompts: list[str]  # for samples: the first words of up to three held-out documents
     has_long_tokens: bool  # whether tokens are whole phrases: in bits per byte, a model beats xz untrained
@@ -92,7 +94,7 @@ def prepare(settings: DataSettings, tokenizer: str | Path | None = None, vocab_s
     vocab_size = vocab_size or loaded.vocab_size
     check_vocabulary(loaded, vocab_size)
     if chat_file is None:
-        return split_text(files, settings, loaded)
+        return split_text(files, settings, loaded, is_new=not tokenizer)
     return prepare_conversations(files, settings, loaded, vocab_size)
 
 
@@ -104,37 +106,57 @@ def first_words(text: str) -> str:
     return words if len(words) <= 24 else whole[0] if whole else words[:24]
 
 
-def count_last_tokens(stream: TokenStream, size: int, tokenizer: Tokenizer) -> int:
-    """How many tokens at the end of a stream fit into `size` bytes: up to a token the same text with any tokenizer."""
-    ids, positions = np.unique(stream[max(0, len(stream) - size) :], return_inverse=True)
+def count_last_tokens(ids: np.ndarray, size: int, tokenizer: Tokenizer) -> int:
+    """How many of the last tokens fit into `size` bytes: up to a token the same text with any tokenizer."""
+    ids, positions = np.unique(ids, return_inverse=True)
     special = (tokenizer.bos_id, tokenizer.eos_id)
     sizes = np.array([0 if i in special else len(tokenizer.token_bytes(i)) for i in ids.tolist()])[positions]
     return int(np.searchsorted(sizes[::-1].cumsum(), size, "right"))
 
 
-def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokenizer) -> Corpus:
-    """The documents of all files for training and for validation or, where none is held out, the end of the text."""
+def hold_out_ends(table: np.ndarray, is_train: np.ndarray, share: float, text: TokenStream, tokenizer: Tokenizer):
+    """Which ids of each document are for training: all but, at the ends of those that are long, `share` in bytes."""
+    cuts = np.where(is_train, table["tokens"], 0).astype(np.int64)
+    [rows] = np.nonzero(is_train)
+    share_of_bytes = share / table["bytes"][rows].sum()
+    owed = 0.0
+    for row, end in zip(rows.tolist(), table["tokens"].cumsum()[rows].tolist(), strict=True):
+        owed += share_of_bytes * table["bytes"][row]
+        if owed >= SHORTEST_END or row == rows[-1]:
+            start = end - min(round(owed), cuts[row])
+            cuts[row] -= min(cuts[row], max(2, count_last_tokens(text[start:end], round(owed), tokenizer)))
+            owed = 0.0
+    return cuts
+
+
+def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokenizer, is_new: bool) -> Corpus:
+    """The documents of all files for training and for validation or, where none is held out, the ends of all."""
     units = prepare_units(files, tokenizer, Path(settings.cache, "units"))
     table = np.concatenate([unit.table for unit in units])
     kinds = split_documents(table["hash"], table["bytes"], settings)
     documents = table[kinds != DUPLICATE]
     size = int(documents["bytes"].sum())
     share = min(settings.validation_fraction * size, MAX_VALIDATION)
-    train = TokenStream(units, kinds == TRAIN)
+    tokens = table["tokens"].astype(np.int64)
+    nothing = np.zeros_like(tokens)
+    everything = TokenStream(units, nothing, tokens)
+    stops = np.where(kinds == DUPLICATE, nothing, tokens)
+    cuts = np.where(kinds == TRAIN, tokens, nothing)  # up to here a document is for training, and then for validation
     if VALIDATION in kinds:
         held_out = table["bytes"][kinds == VALIDATION]
         source = counted(len(held_out), "document")
-        validation = TokenStream(units, kinds == VALIDATION)[:]
+        validation = TokenStream(units, cuts, stops)[:]
         validation_bytes = int(held_out.sum())
         if validation_bytes < share / 5:
             text = f"only short documents are held out, {validation_bytes:,} bytes, so the validation loss says little"
             note(f"{text}; --validation-salt 1 holds out others")
     else:
-        source = "the end of the text"
-        end = len(train) - max(2, count_last_tokens(train, round(share), tokenizer))
-        validation = train[end:]
+        cuts = hold_out_ends(table, kinds == TRAIN, share, everything, tokenizer)
+        count = int((cuts < stops).sum())
+        source = "the end of the text" if count == 1 else f"the ends of {count} documents"
+        validation = TokenStream(units, cuts, stops)[:]
         validation_bytes = len(tokenizer.decode(validation).encode("utf-8"))
-        train = TokenStream(units, kinds == TRAIN, end)
+    train = TokenStream(units, nothing, cuts)
     text_hash = hashlib.blake2b(documents["hash"].tobytes(), digest_size=16).hexdigest()
     dropped = counted(len(table) - len(documents), "duplicate")
     of_train = f"{(size - validation_bytes) / max(1, len(train)):.2f} bytes per token"
@@ -147,21 +169,23 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
     starts = np.flatnonzero(validation == tokenizer.document_start)[:3].tolist() or [0]
     return Corpus(
         tokenizer=tokenizer,
-        description="\n  ".join(lines + advice(tokenizer, bytes_per_token, validation)),
+        description="\n  ".join(lines),
+        advice=advice(tokenizer, bytes_per_token, validation, is_new),
         text_hash=text_hash,
         prompts=[first_words(tokenizer.decode(validation[start : start + 64])) for start in starts],
         has_long_tokens=bytes_per_token > LONG_TOKENS,
         train=train,
         validation=validation,
         validation_bytes=validation_bytes,
-        everything=TokenStream(units, np.ones(len(table), bool)),
+        everything=everything,
         everything_bytes=int(table["bytes"].sum()),
         document_start=tokenizer.document_start if settings.document_mask else None,
     )
 
 
-def advice(tokenizer: Tokenizer, bytes_per_token: float, ids: np.ndarray) -> list[str]:
-    """A note to print where tokens are too short or too long, or do not know the characters; ids: some of the text."""
+def advice(tokenizer: Tokenizer, bytes_per_token: float, ids: np.ndarray, is_new: bool) -> list[str]:
+    """A note to print where tokens are too short, do not know the characters or, if new, are too long; ids: some of the
+    text."""
     fix = "a model whose tokenizer is made of this text, with enough pieces, is better"
     if bytes_per_token < 1.6:
         return [f"note: tokens are nearly single bytes; {fix}"]
@@ -169,7 +193,7 @@ def advice(tokenizer: Tokenizer, bytes_per_token: float, ids: np.ndarray) -> lis
     if spelled > 0.01:
         return [f"note: {spelled:.0%} of the tokens are first bytes of characters that the tokenizer lacks; {fix}"]
     smaller = max(300, 100 + sum(len(piece) == 1 or piece.startswith("<0x") for piece in tokenizer.vocabulary))
-    if bytes_per_token > LONG_TOKENS and smaller < tokenizer.vocab_size:
+    if is_new and bytes_per_token > LONG_TOKENS and smaller < tokenizer.vocab_size:
         fix = f"give a smaller --vocab-size, such as {smaller}"
         return [f"note: tokens are whole phrases, as the text is small or repeats itself; {fix}"]
     return []

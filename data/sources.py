@@ -65,6 +65,7 @@ def find_files(name: str, settings: DataSettings) -> list[TextFile]:
         files = hub_files("/".join(parts[:2]), "main", "".join(f"{folder}/" for folder in parts[2:]), settings)
     elif os.path.isfile(path):
         files = text_files([path], settings.text_field, optional=False)
+        note_empty([path])
     elif os.path.isdir(path) or glob.has_magic(path):
         paths = list(visible_files(path)) if os.path.isdir(path) else sorted(glob.glob(path, recursive=True))
         files = text_files(paths, settings.text_field)
@@ -100,9 +101,13 @@ def note_left_out(name: str, paths: Iterable[str]) -> None:
         counts = ", ".join(f"{count} {suffix}" for suffix, count in left_out.most_common(8))
         folders = ", and name folders in --data" if "folder" in left_out else ""
         note(f"left out of {name}: {counts}; export what should be read as .txt{folders}")
+    note_empty(paths)
+
+
+def note_empty(paths: Iterable[str]) -> None:
     empty = [path for path in paths if find_format(path) and os.path.isfile(path) and not os.path.getsize(path)]
     if empty:
-        note(f"{counted(len(empty), 'file')} of {name} without text (the first: {empty[0]})")
+        note(f"{counted(len(empty), 'file')} without text (the first: {empty[0]})")
 
 
 def find_format(path: str | Path) -> str | None:

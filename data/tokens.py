@@ -146,26 +146,27 @@ def prepare_units(files: Sequence[TextFile], tokenizer: Tokenizer, folder: Path)
 class TokenStream:
     """The ids of documents, end to end, read when they are asked for."""
 
-    def __init__(self, units: Sequence[Unit], chosen: Sequence[bool], end: int | None = None):
-        """chosen: whether a document is in the stream, for each row of the units' tables; end: of a shorter one."""
+    def __init__(self, units: Sequence[Unit], starts: np.ndarray, stops: np.ndarray):
+        """starts, stops: which ids of a document are in the stream, for each row of the units' tables."""
         self._dtype = units[0].tokenizer.dtype
-        self._spans = []  # of chosen documents that are neighbours in a file: the file, and where they begin in it
+        self._spans = []  # of ids that are neighbours in a file: the file, and where they begin in it
         self._starts = [0]  # where each span begins in the stream; the last is where the stream ends
-        remaining = iter(np.asarray(chosen).tolist())
+        parts = zip(starts.tolist(), stops.tolist(), strict=True)
         for unit in units:
-            file_start = 0
-            are_chosen = itertools.islice(remaining, len(unit.table))
-            pairs = zip(unit.table["tokens"].tolist(), are_chosen, strict=True)
-            for is_chosen, documents in itertools.groupby(pairs, lambda pair: pair[1]):
-                length = sum(tokens for tokens, _ in documents)
-                if is_chosen:
-                    self._spans.append((unit.path, file_start))
-                    self._starts.append(self._starts[-1] + length)
-                file_start += length
-        self._length = self._starts[-1] if end is None else end
+            document = 0  # where it begins in the file
+            end_of_span = None
+            for tokens in unit.table["tokens"].tolist():
+                start, stop = next(parts)
+                if start < stop:
+                    if document + start != end_of_span:
+                        self._spans.append((unit.path, document + start))
+                        self._starts.append(self._starts[-1])
+                    self._starts[-1] += stop - start
+                    end_of_span = document + stop
+                document += tokens
 
     def __len__(self) -> int:
-        return self._length
+        return self._starts[-1]
 
     def __getitem__(self, positions: slice) -> np.ndarray:
         """The ids of a slice with step 1. Read each time, since mapped pages would count as memory of the process."""

@@ -39,7 +39,8 @@ def run(command: Command) -> int:
                 print(f"note: {settings.run.out} exists; without --dry-run, give another --out")
             estimate(settings, last)
         elif actions.prepare:
-            print(f"text: {prepare_corpus(settings, last).description}")
+            corpus = prepare_corpus(settings, last)
+            print("text:", "\n  ".join([corpus.description, *corpus.advice]))
         else:
             evaluate_checkpoint(settings)
     return 128 + stopped_by if stopped_by else 0
@@ -83,7 +84,7 @@ def evaluate_checkpoint(settings: Settings) -> None:
     device, dtype = use_machine(settings)
     corpus = prepare_corpus(settings)
     model = load_pretrained(directory, device=device, compute_dtype=dtype)
-    print(f"text: {corpus.description}")
+    print("text:", "\n  ".join([corpus.description.partition("\n")[0], *corpus.advice]))
     print(f"{directory} on all of {', '.join(data.data)}, in windows of {data.sequence_length} tokens")
     if read_json(Path(directory) / "state.json").get("text_hash") == corpus.text_hash:
         print("note: it was trained on this text, but for what was held out")

@@ -160,7 +160,7 @@ def open_text(settings: Settings, last: Path | None, *, advises: bool = True) ->
     steps = settings.optimizer.steps
     tokens = corpus.count_sequences(data) * data.sequence_length
     read = epochs(steps * data.batch_size * data.sequence_length, tokens)
-    print(f"text: {corpus.description}\n  {counted(steps, 'step')}: {read}")
+    print("text:", "\n  ".join([corpus.description, *corpus.advice, f"{counted(steps, 'step')}: {read}"]))
     if last is None and advises:
         print_advice(settings, corpus, tokens)
     changes = {"sample_prompts": settings.run.sample_prompts or tuple(corpus.prompts)}

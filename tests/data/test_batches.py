@@ -151,19 +151,19 @@ def test_something_remains_to_train_on(sizes, fraction):
 @given(data=st.data())
 def test_a_stream_is_the_chosen_documents_end_to_end(tmp_path_factory, data):
     """Against plain lists, for any documents in any units, any choice of them and any slice."""
-    folder, units, chosen, expected = tmp_path_factory.mktemp("stream"), [], [], []
-    draw_unit = st.lists(st.tuples(st.integers(1, 5), st.booleans()), max_size=4)
+    folder, units, starts, stops, expected = tmp_path_factory.mktemp("stream"), [], [], [], []
+    draw_unit = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5), st.integers(0, 5)), max_size=4)
     for number, unit in enumerate(data.draw(st.lists(draw_unit, min_size=1, max_size=4))):
-        ids, path = np.arange(sum(tokens for tokens, _ in unit), dtype="<u2") + 1000 * number, folder / f"{number}.bin"
+        ids, path = np.arange(sum(tokens for tokens, *_ in unit), dtype="<u2") + 1000 * number, folder / f"{number}.bin"
         ids.tofile(path)
-        table = table_of([0] * len(unit), tokens=[tokens for tokens, _ in unit])
+        table = table_of([0] * len(unit), tokens=[tokens for tokens, *_ in unit])
         units.append(SimpleNamespace(path=path, table=table, tokenizer=SimpleNamespace(dtype=ids.dtype)))
-        for tokens, is_chosen in unit:
-            chosen.append(is_chosen)
-            expected += ids[:tokens].tolist() * is_chosen
+        for tokens, start, stop in unit:
+            starts.append(start)
+            stops.append(min(tokens, stop))
+            expected += ids[start : stops[-1]].tolist()
             ids = ids[tokens:]
-    stream = TokenStream(units, chosen)
+    stream = TokenStream(units, np.array(starts), np.array(stops))
     assert len(stream) == len(expected) and stream[:].tolist() == expected
     start, stop = data.draw(st.integers(0, len(expected) + 1)), data.draw(st.integers(0, len(expected) + 3))
     assert stream[start:stop].tolist() == expected[start:stop]
-    assert TokenStream(units, chosen, min(stop, len(expected)))[:].tolist() == expected[:stop]

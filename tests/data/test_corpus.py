@@ -235,6 +235,21 @@ def test_a_text_of_one_document_is_validated_on_its_end_whatever_the_tokenizer(t
     assert len({*sizes}) > 1 and 0.05 * len(text) - 20 < min(sizes) < max(sizes) <= 0.05 * len(text)
 
 
+def test_the_ends_of_a_few_long_documents_are_held_out_and_short_ones_leave_theirs_to_the_next(tmp_path):
+    (tmp_path / "text").mkdir()
+    for name, lines in zip("abcde", (2000, 20, 1000, 3000, 20), strict=True):
+        text = "".join(f"{name} line {n} of {n * n}\n" for n in range(lines))
+        (tmp_path / "text" / f"{name}.txt").write_text(text, encoding="utf-8", newline="")
+    corpus = prepared(tmp_path, validation_fraction=0.05)
+    assert "the ends of 4 documents" in corpus.description  # the last takes what is left
+    held_out = corpus.tokenizer.decode(corpus.validation)
+    lines = {name: held_out.count(f"{name} line") for name in "abcde"}
+    assert lines["b"] == 0 and 90 <= lines["a"] <= 100 and 45 <= lines["c"] <= 50 and 135 <= lines["d"] <= 150
+    assert "d line 2999 of" in held_out and "d line 2800 of" in corpus.tokenizer.decode(corpus.train[:])
+    texts = [path.read_text(encoding="utf-8") for path in sorted((tmp_path / "text").iterdir())]
+    assert len(corpus.train) + len(corpus.validation) == sum(len(corpus.tokenizer.encode(text)) + 2 for text in texts)
+
+
 def test_where_only_short_documents_are_held_out_a_note_says_so(tmp_path, capsys):
     (tmp_path / "text").mkdir()
     for n in range(3):  # each is more than twice the share of validation
@@ -249,15 +264,18 @@ def test_where_only_short_documents_are_held_out_a_note_says_so(tmp_path, capsys
 def test_a_text_too_small_for_the_vocabulary_gets_a_smaller_one_and_one_without_text_is_refused(tmp_path):
     (tmp_path / "two.txt").write_text("too little to learn four thousand pieces from\n" * 9, encoding="utf-8")
     corpus = prepare(DataSettings(data=(str(tmp_path / "two.txt"),), cache=str(tmp_path)))
-    assert 263 < corpus.tokenizer.vocab_size < 400 and "note:" not in corpus.description
+    assert 263 < corpus.tokenizer.vocab_size < 400 and corpus.advice == []
     corpus.tokenizer.save(tmp_path)
     (tmp_path / "new.txt").write_text("too little to learn four thousand pieces from 文\n" * 99, encoding="utf-8")
     new = prepare(DataSettings(data=(str(tmp_path / "new.txt"),), cache=str(tmp_path)), tmp_path)
-    assert "% of the tokens are first bytes of characters that the tokenizer lacks" in new.description
+    assert "% of the tokens are first bytes of characters that the tokenizer lacks" in new.advice[0]
     phrases = random.Random(1).choices(["在城南的竹林深处听雨，", "念一封没有寄出的信，", "把旧书店的灯点亮，"], k=2000)
     (tmp_path / "phrases.txt").write_text("".join(phrases), encoding="utf-8")
     corpus = prepare(DataSettings(data=(str(tmp_path / "phrases.txt"),), cache=str(tmp_path)), vocab_size=1000)
-    assert "note: tokens are whole phrases" in corpus.description
+    assert corpus.advice[0].startswith("note: tokens are whole phrases")
+    corpus.tokenizer.save(tmp_path)
+    settings = DataSettings(data=(str(tmp_path / "phrases.txt"),), cache=str(tmp_path))
+    assert prepare(settings, tmp_path, vocab_size=1000).advice == []  # another vocabulary is no choice
     (tmp_path / "empty.txt").touch()
     with pytest.raises(UserError, match="there is no text in the files"):
         prepare(DataSettings(data=(str(tmp_path / "empty.txt"),), cache=str(tmp_path)))

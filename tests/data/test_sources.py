@@ -70,7 +70,7 @@ def test_folders_and_patterns_are_sorted_and_take_only_text_and_links_to_folders
     (tmp_path / "b" / "empty.md").touch()
     assert read(tmp_path) == ["a[1].py", "b/1.TXT", "b/2.md"]
     notes = capsys.readouterr().err
-    assert f"1 file of {tmp_path} without text (the first: {tmp_path}/b/empty.md)" in notes
+    assert f"1 file without text (the first: {tmp_path}/b/empty.md)" in notes
     assert f"left out of {tmp_path}/*: 1 folder; " in notes and f"left out of {tmp_path}: 1 .png; " in notes
     assert f"skipped: {tmp_path}/b/linked is a link to a folder; name it in --data too" in notes.splitlines()
 
