@@ -25,9 +25,10 @@ from typing import Annotated
 import tyro
 
 from ablation.plan import JUDGED_PAIRS, STUDIES, TYPES, Plan, base_settings, find_plan, load_plan
-from errors import UserError, exit_with, fit_stdout, printable
+from errors import UserError, exit_with, printable
 from files import locked
 from flags import call_with_flags, optional, parse_flags
+from terminal import fit_stdout
 
 DESCRIPTION = """Compare settings of train.py over paired seeds, with intervals and a verdict.
 python ablate.py                   RMSNorm or LayerNorm; --quick: in minutes

@@ -1,4 +1,4 @@
-"""How a program ends when something is wrong.
+"""What a program says when something is unusual, and how it ends when something is wrong.
 
 Everything that a user hands in is read inside `reading`. The block may assume that the file is valid: any exception in
 it becomes one line and exit status 2. `--traceback` on any command line shows where it was raised.
@@ -8,51 +8,28 @@ import contextlib
 import functools
 import importlib
 import os
-import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TextIO
+
+from terminal import fit_terminal
 
 # A text of others may contain escape sequences, which move the cursor, rename the window or hide text. Control
 # characters are shown as their Unicode pictures; those of C1, and bytes of an argument that are not UTF-8, have none.
 PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"}
 PICTURES |= {0x7F: 0x2421} | dict.fromkeys((*range(0x80, 0xA0), *range(0xDC80, 0xDD00)), 0xFFFD)
 
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # of a terminal; they have no width
-COMMAND = re.compile(r"python (-m|\S+\.py) .*")
-TOGETHER = ("starlette uvicorn", "pandas scipy")  # packages that are needed by the same programs
-NEVER_WRAPPED = ("{", "  |")  # how a line of JSON and a line of a model's text begin
+TOGETHER = dict.fromkeys(("starlette", "uvicorn"), "starlette uvicorn")  # a missing package -> what to install
+TOGETHER |= dict.fromkeys(("pandas", "scipy"), "pandas scipy")
 
 
 def printable(text: str) -> str:
     """The text with its control characters made visible, except tab and newline."""
     return text.translate(PICTURES)
-
-
-def fit_terminal(text: str, stream: TextIO) -> str:
-    """The text; for a terminal with long lines broken between words, but not inside a command, which people copy."""
-    if not stream.isatty():
-        return text
-    import shutil  # imported here, as before `exit_on_user_error` Ctrl-C in an import is a traceback
-    import textwrap
-
-    options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
-    columns, lines = shutil.get_terminal_size().columns, text.split("\n")
-    for i, line in enumerate(lines):
-        if len(COLOURS.sub("", line)) > columns and not line.startswith(NEVER_WRAPPED):
-            unbroken = COMMAND.sub(lambda command: command[0].replace(" ", "\xa0"), line)  # no-break spaces
-            lines[i] = textwrap.fill(unbroken, columns, **options).replace("\xa0", " ")
-    return "\n".join(lines)
-
-
-def fit_stdout(clean: Callable[[str], str] = str) -> None:
-    """From now on, pass what is printed to standard output through `clean` and `fit_terminal`."""
-    write = sys.stdout.write
-    sys.stdout.write = lambda text: write(fit_terminal(clean(text), sys.stdout))
 
 
 class UserError(Exception):
@@ -102,8 +79,7 @@ def is_main_process() -> bool:
 @contextlib.contextmanager
 def exit_on_user_error() -> Iterator[None]:
     """Run a program in this block. It ends with one line and the status 2 for an error that the user can fix, 130 for
-    Ctrl-C, and 141, as by SIGPIPE, when the reader of its output has closed the pipe (`| head`).
-    """
+    Ctrl-C, and 141, as by SIGPIPE, when the reader of its output has closed the pipe (`| head`)."""
     open_closed_streams()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="replace")
@@ -125,7 +101,7 @@ def exit_on_user_error() -> Iterator[None]:
         signal.signal(signal.SIGINT, lambda *_: None)  # until the process has ended
         exit_with("stopped.", 130)
     except ModuleNotFoundError as error:
-        names = next((group for group in TOGETHER if error.name in group.split()), error.name)
+        names = TOGETHER.get(error.name, error.name)
         required = "\n" + Path(__file__).with_name("requirements.txt").read_text("utf-8")
         names = "-r requirements.txt" if f"\n{names.replace('_', '-')}>" in required else names
         exit_with(f"error: this needs the package {error.name}: pip install {names}", 2)
@@ -182,7 +158,8 @@ def interrupt_once(number: int, frame: FrameType | None) -> None:
 
 
 def run_main(module: str, program: str = "") -> NoReturn:
-    """Run a module's `main` with the flags of the command line. Call it above slow imports: Ctrl-C is a line, too."""
+    """Run a module's `main`, whose parameters are the flags of the command line; one that reads it itself is run in
+    `exit_on_user_error`. Either is called above slow imports, so that Ctrl-C is one line in them, too."""
     with exit_on_user_error():
         from flags import call_with_flags
 

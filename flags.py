@@ -16,7 +16,8 @@ import tyro
 from msgspec import Meta
 from tyro.conf import arg
 
-from errors import COLOURS, UserError, fit_stdout
+from errors import UserError
+from terminal import COLOURS, fit_stdout
 
 Name = Annotated[str, Meta(min_length=1)]
 PositiveInt = Annotated[int, Meta(ge=1)]

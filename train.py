@@ -3,7 +3,8 @@
 import os
 import sys
 
-from errors import exit_on_user_error, fit_stdout, printable
+from errors import exit_on_user_error, printable
+from terminal import fit_stdout
 
 DESCRIPTION = """Train a small LLaMA-style transformer on text, on a GPU or a CPU.
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from errors import UserError, fit_terminal, note, reading
+from errors import UserError, note, reading
 from files import locked, read_json, read_toml
+from terminal import fit_terminal
 from tests.conftest import ROOT, run_python
 
 
