@@ -1,4 +1,4 @@
-"""The command line of all programs, read by tyro: types of settings, and what is said of a flag that is wrong."""
+"""The command line of all programs, which tyro reads: types of settings, and one line for a flag that is wrong."""
 
 import contextlib
 import dataclasses
@@ -8,13 +8,14 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
-from typing import Annotated, Any, get_args, get_type_hints
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 import tyro
 from msgspec import Meta
-from tyro.conf import arg
+from tyro.conf import UseAppendAction, arg
 
 from errors import UserError
 from terminal import COLOURS, fit_stdout
@@ -34,9 +35,6 @@ def optional(metavar: str, **options: object) -> object:
     return arg(metavar=metavar, help_behavior_hint="", **options)
 
 
-# Flags with all their values after one name.
-LISTS = ("--data", "--freeze", "--sample-prompts", "--learning-rates", "--lr", "--perturbations", "--with")
-LISTS += ("--dtypes", "--norms", "--shapes", "--prompts", "--sequences", "--programs")
 OptionalInt = Annotated[PositiveInt | None, optional("INT")]
 
 
@@ -64,37 +62,43 @@ def check_fields(table: object) -> None:
         object.__setattr__(table, field.name, value)  # it is frozen
 
 
-def flag_names(kind: Callable) -> set[str]:
-    """The names of a function's arguments or a dataclass's fields, and of those within them."""
-    hints = get_type_hints(kind)
-    inner = (flag_names(hint) for hint in hints.values() if dataclasses.is_dataclass(hint))
-    return set(hints).union(*inner)
+def setting_types(kind: Callable) -> Iterator[tuple[str, Any, tuple]]:
+    """The name, the type and its annotations of a function's arguments or a dataclass's fields, and of those within."""
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        annotations = getattr(hint, "__metadata__", ())
+        hint = hint.__origin__ if annotations else hint
+        yield name, hint, annotations
+        if dataclasses.is_dataclass(hint):
+            yield from setting_types(hint)
 
 
 def check_arguments(arguments: list[str], kind: Callable) -> None:
     """`UserError` for a flag of several values that is given twice, as the last alone would count; and for one that
     begins with other dashes, as Chinese keyboards and text processors write them. A text may begin so."""
-    names = [argument.partition("=")[0].replace("_", "-") for argument in arguments]
-    for name in LISTS:
-        if names.count(name) > 1:
-            raise UserError(f"{name} is given twice; give it once, with all its values.")
+    settings = [*setting_types(kind)]
+    given = Counter(argument.partition("=")[0].replace("_", "-") for argument in arguments)
+    given["--learning-rates"] += given["--lr"]
+    for name, hint, annotations in settings:
+        flag = f"--{name.replace('_', '-')}"
+        if given[flag] > 1 and get_origin(hint) is tuple and UseAppendAction not in annotations:
+            raise UserError(f"{flag} is given twice; give it once, with all its values.")
+    names = {name for name, *_ in settings} | {"help", "help_all", "traceback", "lr", "vary"}
     for argument in arguments:
         flag = argument.lstrip("-\u2010\u2013\u2014\uff0d")
         has_other_dash = re.match("-*[\u2010\u2013\u2014\uff0d]", argument)
-        name = flag.partition("=")[0].replace("-", "_").removeprefix("no_")
-        if has_other_dash and name in flag_names(kind) | {"help", "help_all", "traceback", "lr", "vary"}:
+        if has_other_dash and flag.partition("=")[0].replace("-", "_").removeprefix("no_") in names:
             raise UserError(f"{argument} begins with another dash; write two hyphens: --{flag}")
 
 
 def parse_flags(kind: Callable, **options: object) -> Any:
-    """`tyro.cli`, with a `UserError` in place of its box about a flag or value that it does not accept."""
+    """`tyro.cli`, with a `UserError` in place of its box, which alone says which flag or value it does not accept."""
     arguments = options.get("args", sys.argv[1:])
     check_arguments(arguments, kind)
     if {"-h", "--help"} & {*arguments}:
         fit_stdout()
         return tyro.cli(kind, **options)
     box = io.StringIO()
-    columns = os.environ.get("COLUMNS", "")  # an empty one counts as none
+    environment = {**os.environ}
     os.environ["COLUMNS"] = "1000000"  # so that no word is broken in the box
     try:
         with contextlib.redirect_stderr(box):
@@ -102,7 +106,8 @@ def parse_flags(kind: Callable, **options: object) -> Any:
     except SystemExit:
         raise UserError(explain_box(box.getvalue())) from None
     finally:
-        os.environ["COLUMNS"] = columns
+        del os.environ["COLUMNS"]
+        os.environ.update(environment)
 
 
 def explain_box(box: str) -> str:
