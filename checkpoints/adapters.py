@@ -28,9 +28,8 @@ OFF = (None, False, "none", [], {})
 
 def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[str, StoredTensor]) -> None:
     """Add (alpha / r) B A to the weights, by their names in files: in float32, then rounded to the weight's dtype."""
-    fields = {"peft_type": None, **read_json(directory / ADAPTER_CONFIG)}
     with reading(directory, "give a plain LoRA adapter of this model, or the result of peft's merge_and_unload()"):
-        rank, scale = rank_and_scale(fields)
+        rank, scale = rank_and_scale(read_json(directory / ADAPTER_CONFIG))
         [path] = find_weight_files(directory, WEIGHTS)
         tensors = load_file(path)
         with safe_open(path, framework="pt") as file:
@@ -58,7 +57,7 @@ def fingerprint(stored: Mapping[str, StoredTensor]) -> str:
 
 def rank_and_scale(fields: dict) -> tuple[int, float]:
     """r, and what B A is multiplied by; `ValueError` if adapter_config.json asks for what is not supported."""
-    for key, value in fields.items():
+    for key, value in ({"peft_type": None} | fields).items():  # without that key it is no LoRA adapter
         if key not in ANY_VALUE and value not in SUPPORTED.get(key, OFF):
             raise ValueError(f"{key} {value!r} is not supported")
     rank, alpha = fields["r"], fields["lora_alpha"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from checkpoints.weights import StoredTensor, check_format, stored_tensors
+from checkpoints.weights import StoredTensor, check_format, has_weights, stored_tensors
 from errors import UserError, note, reading
 from files import read_json
 from model.config import ROPE_SCALING, ModelConfig
@@ -131,13 +131,12 @@ def to_json(config: ModelConfig, *, dtype: str, bos_token_id: int | None, eos_to
 
 
 def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | None = None) -> ModelConfig:
-    """The configuration of a directory; `UserError` if this decoder cannot compute such a model.
-
-    tensors: those that its files have, if they are open already. They must fit, and say which biases are not zeros.
-    """
+    """The configuration of a directory; `UserError` if this decoder cannot compute such a model. Its tensors, given if
+    they are open already, must fit, and say which biases are not zeros."""
     path = Path(directory) / "config.json"
     if tensors is None:
-        tensors = stored_tensors(path.parent) if check_format(path.parent) else {}
+        check_format(path.parent)
+        tensors = stored_tensors(path.parent) if has_weights(path.parent) else {}
     if not path.is_file():
         raise UserError(f"{directory} has no config.json; give the directory of a model.")
     fields = read_json(path)
@@ -148,7 +147,7 @@ def load_config(directory: Path | str, tensors: Mapping[str, StoredTensor] | Non
             raise ValueError(str(error).rstrip(".")) from None
         layers = len({name.split(".")[2] for name in tensors if name.startswith("model.layers.")})
         parameters = sum(math.prod(tensor.shape) for tensor in tensors.values())
-        # Before modules are built: sizes that only config.json has may need more memory than there is.
+        # Before modules are built, which may need more memory than there is; twice, as files may lack a head.
         if tensors and (layers != config.num_hidden_layers or num_parameters(config) > 2 * parameters):
             raise ValueError("the weights beside it have other numbers of layers or parameters")
     context = config.max_position_embeddings

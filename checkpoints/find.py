@@ -1,13 +1,12 @@
 """What a RUN argument means: a directory on disk or on the Hub, and an adapter's model. Imports no torch."""
 
 import difflib
-import itertools
 import re
 import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from checkpoints.weights import ADAPTER_CONFIG, INDEX, OTHER_FORMATS, SINGLE, check_format
+from checkpoints.weights import ADAPTER_CONFIG, OTHER_FORMATS, check_format, has_weights
 from errors import UserError, note
 from files import read_json
 
@@ -63,8 +62,7 @@ def find_checkpoint(name: Path | str) -> Path:
 
 def find_files(directory: Path, adapter: str | None = None) -> ModelFiles:
     """A model with its adapter, if any; an adapter as `directory` holds or names its model."""
-    has_weights = any((directory / name).is_file() for name in (SINGLE, INDEX))
-    is_adapter = (directory / ADAPTER_CONFIG).is_file() and not has_weights
+    is_adapter = (directory / ADAPTER_CONFIG).is_file() and not has_weights(directory)
     if adapter is not None and is_adapter:
         raise UserError(f"{directory} is an adapter; leave out --adapter, or give its model.")
     if adapter is not None:
@@ -78,21 +76,27 @@ def find_files(directory: Path, adapter: str | None = None) -> ModelFiles:
         return ModelFiles(directory, adapter_directory)
     if not is_adapter:  # one beside weights is used, as in transformers
         return ModelFiles(directory, directory if (directory / ADAPTER_CONFIG).is_file() else None)
-    fields = read_json(directory / ADAPTER_CONFIG)
+    return ModelFiles(find_base(directory), directory)
+
+
+def find_base(adapter: Path) -> Path:
+    """The directory of the model that an adapter names, also where both were moved, or of the Hub."""
+    fields = read_json(adapter / ADAPTER_CONFIG)
     base = fields.get("base_model_name_or_path")
-    advice = f"Give the model itself: python generate.py MODEL --adapter {shlex.quote(str(directory))}"
-    if not isinstance(base, str) or Path(base) in (Path(), directory):
-        raise UserError(f"{directory} is an adapter of {base!r}, which is no model. {advice}")
-    parts = Path(base).parts
-    for folder, start in itertools.product(directory.resolve().parents, range(max(1, len(parts) - 1))):
-        if not Path(base).exists() and folder.joinpath(*parts[start:]).is_dir():  # both were moved
-            base = str(folder.joinpath(*parts[start:]))
-    on_hub = fields.get("revision") and not Path(base).exists()
+    advice = f"Give the model itself: python generate.py MODEL --adapter {shlex.quote(str(adapter))}"
+    if not isinstance(base, str) or Path(base) in (Path(), adapter):
+        raise UserError(f"{adapter} is an adapter of {base!r}, which is no model. {advice}")
+    if not Path(base).exists():
+        parts = Path(base).parts
+        ends = [Path(*parts[start:]) for start in range(max(1, len(parts) - 1))]
+        moved = (folder / end for folder in adapter.resolve().parents for end in ends)
+        hub_name = f"{base}@{fields['revision']}" if fields.get("revision") else base
+        base = next(filter(Path.is_dir, moved), hub_name)
     try:
-        return ModelFiles(find_checkpoint(f"{base}@{fields['revision']}" if on_hub else base), directory)
+        return find_checkpoint(base)
     except UserError as error:
         reason = str(error).partition(" Did you mean")[0]
-        raise UserError(f"{directory} is an adapter of a model that is not here: {reason} {advice}") from None
+        raise UserError(f"{adapter} is an adapter of a model that is not here: {reason} {advice}") from None
 
 
 def download(name: str, revision: str | None) -> Path:

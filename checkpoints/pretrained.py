@@ -109,8 +109,7 @@ class Checkpoint:
 
 def open_checkpoint(directory: Path | str, adapter: Path | None = None) -> Checkpoint:
     """The configuration and stored tensors of a directory; `UserError` unless names and shapes are the decoder's."""
-    has_both = adapter == directory  # a model and its adapter
-    if not has_both:
+    if adapter != directory:  # else it has a model and its adapter
         check_format(Path(directory))
     stored = stored_tensors(Path(directory))
     config = load_config(directory, stored)
@@ -168,9 +167,7 @@ def copy_tensors(stored: Mapping[str, StoredTensor], targets: Mapping[str, Tenso
 @torch.no_grad()
 def load_weights(decoder: Decoder, directory: Path | str) -> tuple[list[str], list[str]]:
     """Copy a directory's weights into a decoder, which keeps its dtypes; with LoRA an adapter's, to resume its run.
-
-    Returns two lists of names in files: in the decoder only, in the directory only. Only norms may differ.
-    """
+    Returns two lists of names in files: in the decoder only, in the directory only. Only norms may differ."""
     views = unpacked_tensors(decoder.state_dict(), decoder.config)
     if decoder.lora is not None:
         with reading(directory, "the run cannot be resumed"):

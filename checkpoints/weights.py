@@ -36,18 +36,22 @@ class StoredTensor:
             return self.file.get_tensor(self.key)
 
 
-def check_format(directory: Path) -> bool:
-    """Whether a directory has safetensors; `UserError` for an adapter, and for weights in another format alone."""
+def has_weights(directory: Path) -> bool:
+    """Whether a directory has the weights of a model as safetensors."""
+    return (directory / SINGLE).is_file() or (directory / INDEX).is_file()
+
+
+def check_format(directory: Path) -> None:
+    """`UserError` for an adapter, and for weights in another format alone."""
     if (directory / ADAPTER_CONFIG).is_file():
         raise UserError(f"{directory} is an adapter; make it a model: python generate.py '{directory}' --merge NEW")
-    if (directory / SINGLE).is_file() or (directory / INDEX).is_file():
-        return True
+    if has_weights(directory):
+        return
     for path in sorted(directory.iterdir()):
         if path.suffix in (".gguf", ".bin", ".pt", ".pth") and path.is_file():
             with path.open("rb") as file:
                 other_format = f"{path.name}, whose format is not read; give safetensors"
                 raise UserError(f"{directory} has {OTHER_FORMATS.get(file.read(4), other_format)}.")
-    return False
 
 
 def find_weight_files(directory: Path, single: str = SINGLE) -> list[Path]:
