@@ -53,10 +53,8 @@ def windows_by_epoch(count: int, seed: int, first: int, size: int) -> Iterator[t
 
 def permute(index: np.ndarray, count: int, keys: Sequence[int]) -> np.ndarray:
     """Where each index below `count` is in the random order that the keys choose, without a table.
-
     A Feistel network with a round per key permutes the numbers of 2 b bits; what it takes to `count` or more goes
-    through it again ("cycle walking": Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002).
-    """
+    through it again ("cycle walking": Black and Rogaway, Ciphers with Arbitrary Finite Domains, 2002)."""
     bits = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << bits) - np.uint64(1)
     positions = np.array(index, np.uint64)

@@ -110,18 +110,16 @@ class ChatFormat:
         self.end_of_turn, self.ends = self._find_ends()
 
     def _find_ends(self) -> tuple[int | None, set[int]]:
-        """The token that the template writes after an answer, None for plain text; and all tokens that end an answer.
-
-        <s><|user|>What is it?<|end|><|assistant|>It is fine.<|end|>: the last <|end|>, and all special tokens of the
-        text, as small models may run on.
-        """
+        """The token that the template writes after an answer, None for plain text; and all tokens that end one. In
+        <s><|user|>What is it?<|end|><|assistant|>It is fine.<|end|> the last <|end|>, and all special tokens, as
+        small models may run on."""
         text = self.render(EXAMPLE, answer_follows=False)
         added = self.tokenizer.added_tokens
         special = {i for i in self.tokenizer.encode_special(text).ids if i in added and added[i].special}
         after_answer = text.rpartition(EXAMPLE[1]["content"])[2].lstrip()
-        for i in self.tokenizer.encode_special(after_answer).ids[:1]:
-            if i in added and added[i].content in self._control:
-                return i, special | {i}
+        ids = self.tokenizer.encode_special(after_answer).ids
+        if ids and ids[0] in added and added[ids[0]].content in self._control:
+            return ids[0], special | {ids[0]}
         return None, special
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
@@ -152,13 +150,10 @@ class ChatFormat:
         return np.array(encoding.ids), learned, not_found
 
     def _find_answers(self, messages: Sequence[Message], text: str) -> tuple[list[tuple[int, int]], int]:
-        """Begin and end of the answers in the text of a conversation; and how many are not found there.
-
-        One that the template changes when the conversation continues (as Qwen3's does) is not found.
-        """
-        marker = "" if self.end_of_turn is None else self.tokenizer.added_tokens[self.end_of_turn].content
-        answer_spans = []
-        not_found = 0
+        """Begin and end of the answers in the text of a conversation; and how many are not found there, as a template
+        (such as Qwen3's) changes them when the conversation continues."""
+        marker = self.tokenizer.added_tokens.get(self.end_of_turn)  # None where turns end in plain text
+        answer_spans, not_found = [], 0
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
@@ -169,8 +164,10 @@ class ChatFormat:
             shared = os.path.commonprefix([prompt, answered])  # noqa: RUF071 - no paths
             if text.startswith(answered) and (shared == prompt or shared.startswith(question)):
                 # It ends with the end-of-turn token, after which the template may write more, such as a line break.
-                marker_start = answered.rfind(marker, len(shared))
-                answer_spans.append((len(shared), len(answered) if marker_start < 0 else marker_start + len(marker)))
+                end = len(answered)
+                if marker is not None and marker.content in answered[len(shared) :]:
+                    end = answered.rindex(marker.content) + len(marker.content)
+                answer_spans.append((len(shared), end))
             else:
                 not_found += 1
         return answer_spans, not_found

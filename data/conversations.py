@@ -31,7 +31,7 @@ from errors import UserError, counted, note, reading
 from files import digest, replacing
 
 SHOWN_LINES = 20
-VERSION = 10  # version of the files; raised when the same conversations and tokenizer would give other rows or remarks
+VERSION = 11  # raised when the same conversations and tokenizer would give other rows or remarks
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ class Conversations:
             raise UserError(f"--first-sequence-length would cut conversations into parts; {fix}.")
         return self.train.shape[1]
 
-    def batch(self, seed: int, first: int, size: int, **_: int) -> Batch:
-        """The rows from `first` on. An epoch takes every row once, in an order given by (seed, epoch)."""
+    def batch(self, *, seed: int, first: int, size: int, sequence_length: int) -> Batch:
+        """The rows from `first` on, whose length is fixed. An epoch takes each once, in an order of (seed, epoch)."""
         epochs = windows_by_epoch(self.train.shape[1], seed, first, size)
         return batch_of(self.train[:, np.concatenate([rows for rows, _ in epochs]).astype(np.int64)])
 
-    def validation_batches(self, _: int, batch_size: int) -> Iterator[Batch]:
+    def validation_batches(self, sequence_length: int, batch_size: int) -> Iterator[Batch]:
         return row_batches(self.validation, batch_size)
 
-    def all_batches(self, _: int, batch_size: int) -> Iterator[Batch]:
+    def all_batches(self, sequence_length: int, batch_size: int) -> Iterator[Batch]:
         return row_batches(np.concatenate([self.train, self.validation], 1), batch_size)
 
     def show_row(self) -> str:
@@ -177,11 +177,13 @@ def encode_conversations(
             continue
         for remark in remarks:
             places[remark].append(place)
+        if conversation is None:
+            continue
         spelled.update(filter(chat.tokenizer.spells, {*json.dumps(conversation.messages, ensure_ascii=False)}))
         key = content_hash(json.dumps(conversation.messages))
         if key in conversations:
             places["duplicates dropped"].append(place)
-        elif conversation.learned[1:].any():
+        else:
             conversations[key] = conversation
     remarks = [f"{remark}: {len(rows):,} (the first: {rows[0]})" for remark, rows in places.items()]
     if spelled:
@@ -191,8 +193,8 @@ def encode_conversations(
     return conversations, remarks
 
 
-def encode_conversation(row: dict, chat: ChatFormat, row_length: int) -> tuple[Conversation, list[str]]:
-    """A conversation, cut after an answer to at most `row_length` ids, and what is unusual about it."""
+def encode_conversation(row: dict, chat: ChatFormat, row_length: int) -> tuple[Conversation | None, list[str]]:
+    """A conversation, cut after an answer to at most `row_length` ids, None without an answer; and what is unusual."""
     messages, unused = messages_of(row)
     unused |= chat.hidden_keys(messages, answer_follows=False)
     ids, learned, not_found = chat.encode_learned(messages)
@@ -208,10 +210,10 @@ def encode_conversation(row: dict, chat: ChatFormat, row_length: int) -> tuple[C
     if length > row_length:
         length = max(np.flatnonzero(ends_answer[:row_length]), default=-1) + 1
     if not learned[1:].any():
-        remarks.append("conversations dropped, as they have no answer to learn")
-    elif not learned[1:length].any():
-        remarks.append("conversations dropped, as no answer is left to learn within --sequence-length")
-    elif length < len(ids):
+        return None, [*remarks, "conversations dropped, as they have no answer to learn"]
+    if not learned[1:length].any():
+        return None, [*remarks, "conversations dropped, as no answer is left to learn within --sequence-length"]
+    if length < len(ids):
         remarks.append("conversations cut after the last answer that fits into --sequence-length")
     return Conversation(messages, ids[:length], learned[:length]), remarks
 

@@ -1,7 +1,4 @@
-"""A text as token streams, one for training and one for validation; and what `--data` names, a text or conversations.
-
-CACHE/tokenizers/, units/ and conversations/   see the modules     CACHE/hub/   lists of files of the Hub
-"""
+"""A text as token streams, for training and for validation; and what `--data` names, a text or conversations."""
 
 import hashlib
 import lzma
@@ -57,8 +54,9 @@ class Corpus:
             raise TooLittleText(f"the text has {len(self.train):,} tokens to train on, but {needed}; {fix}.")
         return len(self.train) // length
 
-    def batch(self, **order: int) -> Batch:
-        return batch(self.train, **order).with_documents(self.document_start)
+    def batch(self, *, seed: int, first: int, size: int, sequence_length: int) -> Batch:
+        windows = batch(self.train, seed=seed, first=first, size=size, sequence_length=sequence_length)
+        return windows.with_documents(self.document_start)
 
     def validation_batches(self, sequence_length: int, batch_size: int) -> Iterator[Batch]:
         return validation_windows(self.validation, sequence_length, batch_size, self.document_start)
@@ -78,9 +76,7 @@ Text = Corpus | Conversations
 
 def prepare(settings: DataSettings, tokenizer: str | Path | None = None, vocab_size: int | None = 4096) -> Text:
     """What --data names, by the tokenizer in a file or folder or, if None, a new one of at most `vocab_size` pieces.
-
-    vocab_size: of a model, which must have all ids of the tokenizer; None: a model will be made for it.
-    """
+    That is of a model, which must have all ids of the tokenizer; None: a model will be made for it."""
     files = resolve(settings)
     chat_file = find_conversations(files)
     if tokenizer:
@@ -103,7 +99,9 @@ def first_words(text: str) -> str:
     line = next((line for line in text.split("\n") if any(map(str.isalpha, line))), text)
     words = " ".join(line.split()[:5]).strip("\ufffd ")
     whole = re.match(r".{1,24}(?=[\s，。；：、！？])", words, re.DOTALL)  # Chinese has punctuation and no spaces
-    return words if len(words) <= 24 else whole[0] if whole else words[:24]
+    if len(words) > 24 and whole:
+        return whole[0]
+    return words[:24]
 
 
 def count_last_tokens(ids: np.ndarray, size: int, tokenizer: Tokenizer) -> int:

@@ -23,7 +23,9 @@ Document = Iterable[str]  # its text in blocks, to be read at most once
 
 def read_documents(file: TextFile) -> Iterator[Document]:
     """The documents of a file in order, one for each row; none of a text file that is left out or empty."""
-    if file.format == "text" and file.size and not why_left_out(file):
+    if why_left_out(file):
+        note(f"skipped: {why_left_out(file)}")
+    elif file.format == "text" and file.size:
         yield read_blocks(file.fetch())
     if file.format == "topics":  # the language reference as `help()` shows it
         from pydoc_data.topics import topics
@@ -38,7 +40,7 @@ def read_documents(file: TextFile) -> Iterator[Document]:
 
 @functools.cache
 def why_left_out(file: TextFile) -> str:
-    """Why a text file of a folder or pattern is left out, which is printed, too; empty if it is not."""
+    """Why a text file of a folder or pattern is left out; empty if it is not."""
     if file.format == "text" and file.optional:
         try:
             for _ in read_blocks(file.fetch()):  # to its end, as a document that has begun cannot be left out
@@ -46,17 +48,15 @@ def why_left_out(file: TextFile) -> str:
         except UserError as error:
             if not isinstance(error.__cause__, UnicodeError):
                 raise
-            note(f"skipped: {error}")
             return str(error)
     return ""
 
 
 def read_blocks(path: Path) -> Iterator[str]:
-    """A text file in blocks of complete lines, beyond which no id of our tokenizers reaches; longer lines are cut. Line
-    ends are those of `unix_lines`."""
+    """A text file in blocks of complete lines, beyond which no id of our tokenizers reaches; longer lines are cut."""
     with reading(path, TO_UTF8), open(path, "rb") as file:
         encoding = "utf-16" if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
-    with reading(path, TO_UTF8), open(path, encoding=encoding) as file:
+    with reading(path, TO_UTF8), open(path, encoding=encoding) as file:  # line ends as in `unix_lines`
         while block := file.read(BLOCK) + file.readline(BLOCK):
             yield block
 

@@ -22,7 +22,7 @@ HUB_TEXTS = {  # name -> data set, its revision, what the names of its files beg
     "tinystories": ("roneneldan/TinyStories", "main", "data/train-"),
 }
 # Folders of the standard library that are tests, applications, third-party code or generated.
-EXCLUDED = "test tests idle_test idlelib tkinter lib2to3 distutils site-packages dist-packages __pycache__ pydoc_data"
+EXCLUDED = "test tests idle_test idlelib tkinter lib2to3 distutils site-packages dist-packages pydoc_data".split()
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,12 @@ def find_files(name: str, settings: DataSettings) -> list[TextFile]:
         files = hub_files("/".join(parts[:2]), "main", "".join(f"{folder}/" for folder in parts[2:]), settings)
     elif os.path.isfile(path):
         files = text_files([path], settings.text_field, optional=False)
-        note_empty([path])
+        note_empty(files)
     elif os.path.isdir(path) or glob.has_magic(path):
         paths = list(visible_files(path)) if os.path.isdir(path) else sorted(glob.glob(path, recursive=True))
         files = text_files(paths, settings.text_field)
         note_left_out(name, paths)
+        note_empty(files)
     else:
         choices = f"a path, a pattern, hub:OWNER/NAME, or one of python, python-chat, {', '.join(HUB_TEXTS)}"
         raise UserError(f'no file, folder or known text is called "{name}"; give --data {choices}.')
@@ -92,20 +93,19 @@ def text_files(paths: Iterable[str | Path], text_field: str, optional: bool = Tr
 
 
 def note_left_out(name: str, paths: Iterable[str]) -> None:
-    """Say how many files, by suffix, and folders are not read of those that a folder has or a pattern matches."""
-    files = [path for path in paths if os.path.isfile(path) and not find_format(path)]
-    left_out = Counter(Path(path).suffix or "without a suffix" for path in files)
+    """Say how many files, by suffix, and folders of the paths are not read."""
+    others = [path for path in paths if os.path.isfile(path) and not find_format(path)]
+    left_out = Counter(Path(path).suffix or "without a suffix" for path in others)
     if "**" not in name:  # which matches the files in folders, too
         left_out += Counter("folder" for path in paths if os.path.isdir(path))
     if left_out:
         counts = ", ".join(f"{count} {suffix}" for suffix, count in left_out.most_common(8))
         folders = ", and name folders in --data" if "folder" in left_out else ""
         note(f"left out of {name}: {counts}; export what should be read as .txt{folders}")
-    note_empty(paths)
 
 
-def note_empty(paths: Iterable[str]) -> None:
-    empty = [path for path in paths if find_format(path) and os.path.isfile(path) and not os.path.getsize(path)]
+def note_empty(files: Iterable[TextFile]) -> None:
+    empty = [file.name for file in files if not file.size]
     if empty:
         note(f"{counted(len(empty), 'file')} without text (the first: {empty[0]})")
 
@@ -129,7 +129,7 @@ def visible_files(folder: str | Path, excluded: Iterable[str] = (), note_links: 
 def standard_library() -> list[TextFile]:
     """The running interpreter's own sources and its prose documentation: real text on every machine with Python."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = [Path(path) for path in visible_files(root, EXCLUDED.split(), note_links=False) if path.endswith(".py")]
+    paths = [Path(path) for path in visible_files(root, EXCLUDED, note_links=False) if path.endswith(".py")]
     # 1 MB of `encodings` is generated character tables.
     tables = {path for path in paths if path.parent.name == "encodings" and b"decoding_table" in path.read_bytes()}
     files = text_files((path for path in paths if path not in tables), "text")

@@ -2,10 +2,10 @@
 
     CACHE/units/KEY.bin     ids: BOS a a a EOS BOS b b EOS, or without a BOS in the tokenizer a a a EOS b b EOS
     CACHE/units/KEY.skipped what was left out, a line each: files with the reason, and how many rows have no text
-    CACHE/units/KEY.docs    a row of `DOCUMENT` for each document; written last, so a unit that has it is complete
+    CACHE/units/KEY.docs    a row of `DOCUMENT` for each document; written last
 
-A lock per unit decides who makes it, so several commands share the work, also on several machines. What a killed one
-has not completed is made again.
+A lock per unit decides who makes it, so several commands share the work, also on several machines. A unit that lacks a
+file, as its command was killed, is made again.
 """
 
 import bisect
@@ -87,8 +87,7 @@ def write_ids(file: BinaryIO, documents: Iterable[Document], tokenizer: Tokenize
     table = array("Q")  # row after row
     for _, blocks in itertools.groupby(encode_blocks(counting(), tokenizer), lambda block: block[0]):
         content = hashlib.blake2b(digest_size=8)  # as in `content_hash`
-        size = 0
-        start = file.tell()
+        size, start = 0, file.tell()
         file.write(bos)
         for _, text, ids in blocks:
             encoded = text.encode("utf-8")
@@ -112,8 +111,7 @@ def encode_blocks(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterat
 
 def group_by_size(items: Iterable, size_of: Callable[[Any], int], limit: int) -> Iterator[list]:
     """Neighbours in groups of about the size `limit`: a group ends where the sum of all sizes passes a multiple."""
-    group = []
-    total = 0
+    group, total = [], 0
     for item in items:
         group.append(item)
         before, total = total, total + size_of(item)

@@ -21,10 +21,10 @@ from data.special_tokens import TURNS
 from data.split import MAX_VALIDATION, content_hash, may_be_held_out
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.tokenizer_json import read_model, tokenizer_files
-from data.tokens import VERSION
 from errors import UserError, note, reading
 from files import digest
 
+VERSION = 9  # raised when the same text would give another tokenizer
 # Characters. A tokenizer of Python sources: 3.47 bytes per token from 3 MB, 3.54 from 8 MB, in 3 s on two cores.
 SAMPLE_SIZE = 10_000_000
 SMALL = 1_000_000  # characters of a sample that has a piece for each character, and one more for every 256 of the text
@@ -70,12 +70,9 @@ def trained_tokenizer(files: list[TextFile], settings: DataSettings, vocab_size:
 
 
 def sample_text(files: list[TextFile], settings: DataSettings) -> list[str]:
-    """Blocks of documents that are not for validation, of at most `SAMPLE_SIZE` characters together: those with the
-    smallest hashes, which is a random choice from all of the text.
-    """
+    """At most `SAMPLE_SIZE` characters in random blocks, those with the smallest hashes; none is for validation."""
     sample: list[tuple[int, str]] = []  # hashes and blocks
-    size = 0
-    limit = 1 << 64
+    size, limit = 0, 1 << 64
     documents = itertools.chain.from_iterable(map(read_documents, files))
     for document in tqdm(documents, "reading", unit=" documents", delay=2, disable=None):
         blocks = iter(document)

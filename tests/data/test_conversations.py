@@ -189,12 +189,12 @@ def test_packing_wastes_little_and_keeps_every_length():
 
 def test_batches_depend_on_seed_and_step_alone_and_an_epoch_has_every_row_once(tokenizer_file, tmp_path):
     corpus = prepared(write_jsonl(tmp_path, ROWS), tokenizer_file, tmp_path)
-    count = corpus.train.shape[1]
-    inputs = np.concatenate([corpus.batch(seed=1, first=4 * step, size=4).inputs for step in range(count)])
+    count, order = corpus.train.shape[1], {"size": 4, "sequence_length": 100}
+    inputs = np.concatenate([corpus.batch(**order, seed=1, first=4 * step).inputs for step in range(count)])
     for epoch in np.split(inputs, 4):
         assert sorted(map(bytes, epoch)) == sorted(map(bytes, corpus.train[0, :, :-1].astype(np.int64)))
     assert not np.array_equal(inputs[:count], inputs[count : 2 * count])
-    assert not np.array_equal(inputs[:4], corpus.batch(seed=2, first=0, size=4).inputs)
+    assert not np.array_equal(inputs[:4], corpus.batch(**order, seed=2, first=0).inputs)
 
 
 def test_what_is_unusual_is_one_line_with_a_count_and_the_first_place(tokenizer_file, tmp_path, capsys):
