@@ -52,8 +52,7 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write instead of `path`, which has its old content or the new one after a kill at any instant. Its
-    folder is made."""
+    """A file to write instead of `path`: a kill at any instant leaves its old content or the new. Makes its folder."""
     new = path.with_name(path.name + ".new")
     path.parent.mkdir(parents=True, exist_ok=True)
     new.unlink(missing_ok=True)  # in a folder of others it may be a link to any file
@@ -74,8 +73,7 @@ def fsync(*paths: Path) -> None:
     """fsync files and directories (Windows can fsync only files that are open for writing)."""
     for path in paths:
         if path.is_file() or os.name != "nt":
-            flags = os.O_RDWR if path.is_file() else os.O_RDONLY
-            descriptor = os.open(path, flags)
+            descriptor = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
             os.fsync(descriptor)
             os.close(descriptor)
 

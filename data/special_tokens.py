@@ -13,16 +13,14 @@ TURNS = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 def add_tokens(tokenizer: Tokenizer, config: dict, old_names: dict, old_ids: dict) -> tuple[dict, dict[str, str]]:
     """Add the tokens that only tokenizer_config.json has or, in old folders, special_tokens_map.json (`old_names`) and
     added_tokens.json (`old_ids`), with the next free ids, as in transformers. Returns the configuration with all added
-    tokens, and the texts of those that have a name, such as eos_token.
-    """
+    tokens, and the texts of those that have a name, such as eos_token."""
     before = added_tokens(tokenizer)
     listed = config.get("added_tokens_decoder")
-    if listed is None:  # an old folder
-        tokens = by_text(before) | by_text({i: {"content": text} for text, i in old_ids.items()} | before)
-        named, unnamed = special_tokens(config, old_names)
-    else:
-        tokens = by_text(before) | by_text(listed)
-        named, unnamed = special_tokens(config, {})
+    if listed is not None:  # no old folder
+        old_names, old_ids = {}, {}
+    old_tokens = {i: {"content": text} for text, i in old_ids.items()}
+    tokens = by_text(before) | by_text(old_tokens | before) | by_text(listed or {})
+    named, unnamed = special_tokens(config, old_names)
     for token in [*named.values(), *unnamed]:
         text = token["content"]
         tokens[text] = token | tokens.get(text, {}) | {"special": True}

@@ -27,10 +27,8 @@ def may_be_held_out(hashes: np.ndarray, settings: DataSettings) -> np.ndarray:
 
 def split_documents(hashes: np.ndarray, sizes: np.ndarray, settings: DataSettings) -> np.ndarray:
     """TRAIN, VALIDATION or DUPLICATE for each document, given by its hash and its bytes (tokens, of a conversation).
-
     Of equal documents the first is kept. Candidates become validation documents in order, until they hold 4 MB; one
-    that would bring them above twice their share is skipped. With no training document left, there are none.
-    """
+    that would bring them above twice their share is skipped. With no training document left, there are none."""
     _, first = np.unique(hashes, return_index=True)
     kinds = np.full(len(hashes), DUPLICATE, np.uint8)
     kinds[first] = TRAIN

@@ -21,14 +21,14 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from data.special_tokens import NAMED, add_tokens, find_bos, find_eos
 from errors import UserError, reading
-from files import parse_object, replacing
+from files import parse_object, read_json, replacing
 
 # What is saved with a model. llama.cpp needs the scores in tokenizer.model; generation_config.json has all EOS ids.
 FILES = ("tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 FILES += ("generation_config.json", "added_tokens.json", "tokenizer.json")
-CONFIG_FIELDS = """
-    add_bos_token chat_template added_tokens_decoder additional_special_tokens extra_special_tokens
-""".split()  # of tokenizer_config.json beside a tokenizer.model, with those of `NAMED`
+# What is kept of a tokenizer_config.json beside a tokenizer.model.
+CONFIG_FIELDS = (*NAMED, "add_bos_token", "chat_template", "added_tokens_decoder")
+CONFIG_FIELDS += ("additional_special_tokens", "extra_special_tokens")
 # How byte-level vocabularies write each byte: as Latin-1 has it, or, what cannot be printed, as U+0100 on, in order.
 ALPHABET = sorted(ByteLevel.alphabet())
 PRINTABLE = [ord(character) for character in ALPHABET if ord(character) < 256]
@@ -54,7 +54,7 @@ class Tokenizer:
             config = self.fields("tokenizer_config.json")
             old = self.fields("special_tokens_map.json"), self.fields("added_tokens.json")
             self.config, self.special_tokens = add_tokens(self._tokenizer, config, *old)
-            if self.config is not config:  # it had tokens that tokenizer.json lacked
+            if self.config != config:  # it had tokens that tokenizer.json lacked
                 self.files = files | {"tokenizer_config.json": json.dumps(self.config).encode()}
                 self.files["tokenizer.json"] = self._tokenizer.to_str().encode()
             self.bos_id = find_bos(self._tokenizer, self.config, self.special_tokens)
@@ -78,10 +78,8 @@ class Tokenizer:
         return [array("I", encoding.ids) for encoding in encodings]
 
     def encode_special(self, text: str) -> tokenizers.Encoding:
-        """Encode a text whose special tokens are tokens, as in the text that a chat template writes.
-
-        `BREAK` is removed once they are found: what it breaks is plain text. Offsets count its characters, too.
-        """
+        """Encode a text whose special tokens are tokens, as in the text that a chat template writes. `BREAK` is removed
+        once they are found: what it breaks is plain text. Offsets count its characters, too."""
         with reading(self.folder / "tokenizer.json"), self._lock:
             normalizer = self._tokenizer.normalizer
             steps = [normalizers.Replace(BREAK, "")] + ([] if normalizer is None else [normalizer])
@@ -182,10 +180,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     from data.tokenizer_json import tokenizer_files
 
     files = files if path.name == "tokenizer.model" else {}
-    with reading(path.parent / "tokenizer_config.json"):
-        config = parse_object(files.get("tokenizer_config.json", b"{}"))
+    config = read_json(path.parent / "tokenizer_config.json") if files else {}
     with reading(path, "give a tokenizer.json, or a byte-pair encoding with byte fallback that leaves text as it is"):
-        kept = {key: config[key] for key in (*NAMED, *CONFIG_FIELDS) if key in config}
+        kept = {key: config[key] for key in CONFIG_FIELDS if key in config}
         made = tokenizer_files(content, kept, "chat_template.jinja" in files or bool(kept.get("chat_template")))
     return Tokenizer(files | {"tokenizer.model": content} | made, path.parent)
 
