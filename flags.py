@@ -18,7 +18,7 @@ from msgspec import Meta
 from tyro.conf import UseAppendAction, arg
 
 from errors import UserError
-from terminal import COLOURS, fit_stdout
+from terminal import COLOUR_CODES, fit_stdout
 
 Name = Annotated[str, Meta(min_length=1)]
 PositiveInt = Annotated[int, Meta(ge=1)]
@@ -120,7 +120,7 @@ def explain_box(box: str) -> str:
     │     --norm STR                          │
     │         Norm of the layers.             │
     """
-    _title, *lines = COLOURS.sub("", box).splitlines()
+    _title, *lines = COLOUR_CODES.sub("", box).splitlines()
     text = " ".join(line.strip("│ ") for line in lines if not line.startswith("│         "))  # without help of flags
     reason = text.partition(" ──")[0].rstrip(".")
     reason = re.sub("^Missing value for argument '(.*)'.*", r"\1 needs a value after it", reason)

@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Callable
 from typing import TextIO
 
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # they have no width
+COLOUR_CODES = re.compile(r"\x1b\[[0-9;]*m")  # they have no width
 COMMAND = re.compile(r"python (-m|\S+\.py) .*")
 NEVER_WRAPPED = ("{", "  |")  # how a line of JSON and a line of a model's text begin
 
@@ -19,7 +19,7 @@ def fit_terminal(text: str, stream: TextIO) -> str:
     options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
     columns, lines = shutil.get_terminal_size().columns, text.split("\n")
     for i, line in enumerate(lines):
-        if len(COLOURS.sub("", line)) > columns and not line.startswith(NEVER_WRAPPED):
+        if len(COLOUR_CODES.sub("", line)) > columns and not line.startswith(NEVER_WRAPPED):
             unbroken = COMMAND.sub(lambda command: command[0].replace(" ", "\xa0"), line)  # no-break spaces
             lines[i] = textwrap.fill(unbroken, columns, **options).replace("\xa0", " ")
     return "\n".join(lines)

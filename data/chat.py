@@ -231,13 +231,13 @@ def compile_template(source: str) -> jinja2.Template:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes for HTML
     environment.filters["learned"] = lambda text: BORDER + text + BORDER
-    environment.globals.update(tools=None, documents=None, raise_exception=refuse)
+    environment.globals.update(tools=None, documents=None, raise_exception=raise_exception)
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     # `{% generation %}` marks the model's own text for training.
     source = re.sub(r"(\{%[-+]?\s*)generation\b", r"\1filter learned", source)
     return environment.from_string(re.sub(r"(\{%[-+]?\s*)endgeneration\b", r"\1endfilter", source))
 
 
-def refuse(message: str) -> None:
-    """`raise_exception` of templates: it does not support this conversation."""
+def raise_exception(message: str) -> None:
+    """What templates call for a conversation that they do not support."""
     raise jinja2.TemplateError(message)

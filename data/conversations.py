@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from data.batches import IGNORED, Batch, windows_by_epoch
 from data.chat import ChatFormat, Message, add_chat_template, plain_messages
-from data.readers import MESSAGES, ROW_FORMATS, decode, read_rows, unix_lines
+from data.readers import MESSAGES, ROW_FORMATS, parse_row, read_rows, unix_lines
 from data.settings import DataSettings
 from data.sources import TextFile
 from data.split import VALIDATION, content_hash, split_documents
@@ -100,7 +100,7 @@ def find_conversations(files: Sequence[TextFile]) -> str | None:
     for file in files:
         for _, row in read_rows(file):
             with contextlib.suppress(ValueError, RecursionError):
-                row = decode(row)
+                row = parse_row(row)
                 is_conversation = row.get(file.field) is None and any(key in row for key in MESSAGES)
                 name = file.format if file.format == "python-chat" else file.name
                 return name if is_conversation else None
@@ -170,7 +170,7 @@ def encode_conversations(
     rows = itertools.chain.from_iterable(map(read_rows, files))
     for place, row in tqdm(rows, "conversations", delay=2, unit="", disable=None):
         try:
-            conversation, remarks = encode_conversation(decode(row), chat, row_length)
+            conversation, remarks = encode_conversation(parse_row(row), chat, row_length)
         except (UserError, ValueError, RecursionError) as error:  # no row of this shape, or none for this template
             skipped = "rows skipped, as each must be one object with messages that the template supports"
             places[skipped].append(f"{place}: {error!s:.200}")

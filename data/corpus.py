@@ -98,10 +98,8 @@ def first_words(text: str) -> str:
     """The first five words of a text, of the first line with a letter; at most 24 characters, up to a word's end."""
     line = next((line for line in text.split("\n") if any(map(str.isalpha, line))), text)
     words = " ".join(line.split()[:5]).strip("\ufffd ")
-    whole = re.match(r".{1,24}(?=[\s，。；：、！？])", words, re.DOTALL)  # Chinese has punctuation and no spaces
-    if len(words) > 24 and whole:
-        return whole[0]
-    return words[:24]
+    whole = re.match(r".{1,24}(?=[\s，。；：、！？]|$)", words, re.DOTALL)  # Chinese has punctuation and no spaces
+    return whole[0] if whole else words[:24]
 
 
 def count_last_tokens(ids: np.ndarray, size: int, tokenizer: Tokenizer) -> int:
