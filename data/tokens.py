@@ -76,16 +76,16 @@ def write_ids(file: BinaryIO, documents: Iterable[Document], tokenizer: Tokenize
     """Write the ids of documents to an open file; a row of `DOCUMENT` for each with text, and how many have none."""
     count = 0
 
-    def counting() -> Iterator[Document]:
+    def numbered_blocks() -> Iterator[tuple[int, str]]:
         nonlocal count
-        for document in documents:
-            count += 1
-            yield document
+        for count, document in enumerate(documents, 1):
+            for block in document:
+                yield count, block
 
     bos = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], tokenizer.dtype)
     eos = np.array([tokenizer.eos_id], tokenizer.dtype)
     table = array("Q")  # row after row
-    for _, blocks in itertools.groupby(encode_blocks(counting(), tokenizer), lambda block: block[0]):
+    for _, blocks in itertools.groupby(encode_blocks(numbered_blocks(), tokenizer), lambda block: block[0]):
         content = hashlib.blake2b(digest_size=8)  # as in `content_hash`
         size, start = 0, file.tell()
         file.write(bos)
@@ -101,9 +101,8 @@ def write_ids(file: BinaryIO, documents: Iterable[Document], tokenizer: Tokenize
     return rows, count - len(rows)
 
 
-def encode_blocks(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[tuple[int, str, Sequence[int]]]:
-    """The blocks of documents, each with the number of its document and its ids; `GROUP` characters at a time."""
-    blocks = ((number, block) for number, document in enumerate(documents) for block in document)
+def encode_blocks(blocks: Iterable[tuple[int, str]], tokenizer: Tokenizer) -> Iterator[tuple[int, str, Sequence[int]]]:
+    """Blocks with the number of their document, and with their ids, too; `GROUP` characters at a time."""
     for group in group_by_size(blocks, lambda numbered: len(numbered[1]), GROUP):
         numbers, texts = zip(*group, strict=True)
         yield from zip(numbers, texts, tokenizer.encode_batch(texts), strict=True)
