@@ -18,7 +18,7 @@ class Attention(nn.Module):
         self.eps = config.norm_eps
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         head_dim = config.resolved_head_dim
-        rows = (self.heads + 2 * self.kv_heads) * head_dim  # rows of q, then k, then v
+        rows = sum(config.packed_matrices["qkv_proj"].values())
         self.qkv_proj = Linear(config.hidden_size, rows, bias=config.attention_bias)
         # RMSNorm of each head, whatever `norm` is: `kernels.rotary` applies the weights (d,), before the rotation.
         self.q_norm = nn.RMSNorm(head_dim) if config.qk_norm else None

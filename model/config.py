@@ -146,6 +146,11 @@ class ModelConfig:
         return self.head_dim if self.head_dim is not None else self.hidden_size // self.num_attention_heads
 
     @property
+    def mlp_width(self) -> int:
+        """Width inside the MLP: without a gate, 3/2 of intermediate_size give as many parameters."""
+        return self.intermediate_size if GATED[self.mlp] else self.intermediate_size * 3 // 2
+
+    @property
     def is_plain(self) -> bool:
         """Whether its layers are those that other programs have, and that fast paths compute."""
         return (self.norm_placement, self.mlp) == ("pre", "swiglu") and self.norm in ("rms", "layer")
@@ -155,10 +160,10 @@ class ModelConfig:
         """Matrices that the decoder holds as one, from top to bottom: their names in files, and their rows."""
         q = self.num_attention_heads * self.resolved_head_dim
         kv = self.num_key_value_heads * self.resolved_head_dim
-        return {
-            "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
-            "gate_up_proj": {"gate_proj": self.intermediate_size, "up_proj": self.intermediate_size},
-        }
+        packed = {"qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv}}
+        if GATED[self.mlp]:
+            packed["gate_up_proj"] = {"gate_proj": self.mlp_width, "up_proj": self.mlp_width}
+        return packed
 
     @property
     def norm_parameters(self) -> tuple[NormParameter, ...]:

@@ -8,7 +8,7 @@ def num_parameters(config: ModelConfig) -> int:
     if config.qk_norm:
         layer += 2 * config.resolved_head_dim
     if config.attention_bias:
-        layer += (config.num_attention_heads + 2 * config.num_key_value_heads) * config.resolved_head_dim
+        layer += sum(config.packed_matrices["qkv_proj"].values())
     if config.attention_output_bias:
         layer += config.hidden_size
     vocabulary = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
@@ -22,19 +22,20 @@ def num_norm_parameters(config: ModelConfig) -> int:
     return norms * sum(config.hidden_size if p.per_channel else 1 for p in config.norm_parameters)
 
 
+def inner_widths(config: ModelConfig) -> list[int]:
+    """Of each matrix in a layer the side that is not hidden_size wide: of q, k, v, o, gate (if there is one), up, down."""
+    q, k, v = config.packed_matrices["qkv_proj"].values()
+    return [q, k, v, q, *[config.mlp_width] * (3 if GATED[config.mlp] else 2)]
+
+
 def adapter_parameters(config: ModelConfig, rank: int) -> int:
     """Number of parameters of a LoRA adapter: rank * (in + out) for each matrix of the layers."""
-    heads = config.num_attention_heads + config.num_key_value_heads  # q and o; k and v
-    attention = 4 * config.hidden_size + 2 * heads * config.resolved_head_dim
-    # A plain MLP has two matrices instead of three, 3/2 as wide: the sum of its widths is 3 F too.
-    mlp = (3 if GATED[config.mlp] else 2) * config.hidden_size + 3 * config.intermediate_size
-    return config.num_hidden_layers * rank * (attention + mlp)
+    return config.num_hidden_layers * rank * sum(config.hidden_size + width for width in inner_widths(config))
 
 
 def layer_matrices(config: ModelConfig) -> int:
-    """Number of parameters in the matrices of a layer; a plain MLP has as many as one with a gate."""
-    heads = config.num_attention_heads + config.num_key_value_heads  # q and o; k and v
-    return config.hidden_size * (2 * heads * config.resolved_head_dim + 3 * config.intermediate_size)
+    """Number of parameters in the matrices of a layer."""
+    return config.hidden_size * sum(inner_widths(config))
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> int:

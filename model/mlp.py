@@ -17,18 +17,16 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.kind = config.mlp
-        width = config.intermediate_size
         if GATED[self.kind]:
-            self.gate_up_proj = Linear(config.hidden_size, 2 * width)  # rows of gate, then rows of up
+            self.gate_up_proj = Linear(config.hidden_size, 2 * config.mlp_width)  # rows of gate, then rows of up
         else:
-            width = config.intermediate_size * 3 // 2  # as many parameters as with a gate
-            self.up_proj = Linear(config.hidden_size, width)
-        self.down_proj = Linear(width, config.hidden_size)
+            self.up_proj = Linear(config.hidden_size, config.mlp_width)
+        self.down_proj = Linear(config.mlp_width, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "swiglu" and isinstance(self.down_proj, Linear):  # not what LoRA has in its place
-            return kernels.swiglu_mlp(x, self.gate_up_proj.weight, self.down_proj.weight)
         if self.kind == "swiglu":
+            if isinstance(self.down_proj, Linear):  # not what LoRA has in the place of all matrices
+                return kernels.swiglu_mlp(x, self.gate_up_proj.weight, self.down_proj.weight)
             hidden = kernels.swiglu(self.gate_up_proj(x))
         elif GATED[self.kind]:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
