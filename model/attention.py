@@ -40,7 +40,7 @@ class Attention(nn.Module):
 
 
 def attention_mask(
-    start: int, length: int, padding: Tensor | None, device: torch.device, documents: Tensor | None = None
+    start: int, length: int, device: torch.device, *, padding: Tensor | None = None, documents: Tensor | None = None
 ) -> Tensor | None:
     """True where a query at cache positions start .. start + length may attend to a key; None: no mask is needed.
 

@@ -127,7 +127,7 @@ class Decoder(nn.Module):
         if padding is None and start + length > self.config.max_position_embeddings:
             raise ValueError(f"{start + length} tokens exceed the context of {self.config.max_position_embeddings}")
         cos, sin = self.rope(start, length, padding)
-        mask = attention_mask(start, length, padding, tokens.device, documents)
+        mask = attention_mask(start, length, tokens.device, padding=padding, documents=documents)
         x = F.embedding(tokens, self.embed_tokens.weight).to(self.compute_dtype)  # (B, T, D)
         residual = None
         for layer in self.layers:

@@ -185,13 +185,13 @@ def test_attention_masks_are_as_drawn_in_the_docstring():
         return ["".join("#" if seen else "." for seen in row) for row in mask]
 
     cpu = torch.device("cpu")
-    masks = attention_mask(0, 4, torch.tensor([0, 2]), cpu)[:, 0]
+    masks = attention_mask(0, 4, cpu, padding=torch.tensor([0, 2]))[:, 0]
     assert drawn(masks[0]) == ["#...", "##..", "###.", "####"]
     assert drawn(masks[1]) == ["#...", ".#..", "..#.", "..##"]
-    assert drawn(attention_mask(3, 2, None, cpu)[0, 0]) == ["####.", "#####"]
+    assert drawn(attention_mask(3, 2, cpu)[0, 0]) == ["####.", "#####"]
     documents = torch.tensor([[1, 1, 2, 2]])
-    assert drawn(attention_mask(0, 4, None, cpu, documents)[0, 0]) == ["#...", "##..", "..#.", "..##"]
-    assert attention_mask(0, 4, None, cpu) is None and attention_mask(3, 1, None, cpu) is None
+    assert drawn(attention_mask(0, 4, cpu, documents=documents)[0, 0]) == ["#...", "##..", "..#.", "..##"]
+    assert attention_mask(0, 4, cpu) is None and attention_mask(3, 1, cpu) is None
 
 
 def test_gradients_of_packed_documents_equal_those_of_one_document_a_row(decoder, relative):
