@@ -104,7 +104,7 @@ def measure_norm(norm: Norm, rows: Tensor) -> dict[str, Tensor]:
     rms = rows.square().mean(-1).sqrt()
     squares = (rows / rms.clamp(min=1e-20)[:, None]).square()  # with the mean 1
     largest, channel = squares.max(-1)
-    gain = 1 + norm.offset if norm.kind == "offset" else norm.weight
+    gain = 1 + norm.offset if norm.name == "offset" else norm.weight
     gain = torch.ones_like(rows[0]) if gain is None else gain
     bias = torch.zeros_like(rows[0]) if norm.bias is None else norm.bias
     quantiles = rows.new_tensor(QUANTILES)
@@ -130,7 +130,7 @@ def measure_attention(module: Attention, x: Tensor, cos: Tensor, sin: Tensor, id
         "to_previous": F.pad(weights.diagonal(-1, 1, 2), (1, 0)),
         "to_itself": weights.diagonal(0, 1, 2),
         "to_first": weights[..., 0],
-        "after_same": (weights * after_same).sum(-1),
+        "after_same": weights.masked_fill(~after_same, 0).sum(-1),
     }
 
 
@@ -143,10 +143,13 @@ def predict(decoder: Decoder, x: Tensor, residual: Tensor | None) -> dict[str, T
 
 
 def without_mean(norm: Norm, s: Tensor) -> Tensor:
-    """The mean is subtracted from each row before the norm; where the norm itself does that, it is not subtracted."""
-    if norm.kind not in ("layer", "center"):
-        return norm.forward(s - s.mean(-1, keepdim=True))[0]
-    norm.kind = "rms" if norm.kind == "layer" else "none"
+    """The mean of each row is subtracted before the norm; LayerNorm and `center`, which subtract it, no longer do."""
+    if norm.name == "layer":
+        norm.kind = "rms"
+    elif norm.name == "center":
+        norm.name = "none"
+    else:
+        s = s - s.mean(-1, keepdim=True)
     return norm.forward(s)[0]
 
 
@@ -159,10 +162,10 @@ def filled(norm: Norm, s: Tensor, **values: float) -> Tensor:
 
 
 def common_statistics(norm: Norm, s: Tensor) -> Tensor:
-    """One mean and variance for the text instead of one for each token."""
+    """One mean and variance for the text instead of one for each token: the norm of one row that holds all of them."""
     for tensor in (*norm.parameters(), *norm.buffers()):
         tensor.data = tensor.repeat_interleave(s.shape[1]) if tensor.ndim else tensor  # (D,) -> (D T,)
-    if norm.kind == "l2":  # a row's length grows with the square root of its width
+    if norm.name == "l2":  # a row's length grows with the square root of its width
         norm.weight.mul_(math.sqrt(s.shape[1]))
     row = s.mT.reshape(1, 1, -1)  # all tokens, channel by channel, so that slices of channels stay slices
     return norm.forward(row)[0].view(s.mT.shape).mT.contiguous()

@@ -12,7 +12,7 @@ from errors import UserError
 from kernels import reference
 from model.config import NORM_GROUPS, ModelConfig
 
-# Norms that are kernels, which add the residual too, and their kind there (kernels/reference.py). `srms` is RMSNorm
+# Norms that are kernels, which add the residual too: their `kind` (kernels/reference.py). `srms` is RMSNorm
 # without a weight (Qin et al. 2023, arXiv 2307.14995), `offset` one with weight 1 + offset (Gemma, arXiv 2403.08295).
 FUSED = {"rms": "rms", "layer": "layer", "srms": "rms", "offset": "rms"}
 
@@ -22,27 +22,28 @@ class Norm(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.kind = config.norm
+        self.name = config.norm
+        self.kind = FUSED.get(self.name)  # None: not a kernel
         self.eps = config.norm_eps
-        if self.kind not in (*FUSED, *FORMULAS):
-            raise UserError(f"the norm {self.kind} has no row in FORMULAS (model/norm.py).")
+        if self.kind is None and self.name not in FORMULAS:
+            raise UserError(f"the norm {self.name} has no row in FORMULAS (model/norm.py).")
         self.register_parameter("weight", None)  # None unless the loop below replaces it
         self.register_parameter("bias", None)
         for parameter in config.norm_parameters:
             shape = (config.hidden_size,) if parameter.per_channel else ()
             self.register_parameter(parameter.name, nn.Parameter(torch.empty(shape)))
-        if self.kind == "batch":  # saved with the weights, updated in training, not learned by gradients
+        if self.name == "batch":  # saved with the weights, updated in training, not learned by gradients
             self.register_buffer("running_mean", torch.zeros(config.hidden_size))
             self.register_buffer("running_var", torch.ones(config.hidden_size))
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return norm(x + residual) in x's dtype and the sum x + residual, the new residual stream; all (B, T, D)."""
-        if self.kind in FUSED:
+        if self.kind is not None:
             # Weight decay pulls an offset to 0, a weight of 1. A weight of `rms` has none: 0 would turn a channel off.
-            weight = 1 + self.offset.float() if self.kind == "offset" else self.weight
-            return kernels.normalize(x, weight, self.bias, residual, kind=FUSED[self.kind], eps=self.eps)
+            weight = 1 + self.offset.float() if self.name == "offset" else self.weight
+            return kernels.normalize(x, weight, self.bias, residual, kind=self.kind, eps=self.eps)
         s = x if residual is None else (x.float() + residual.float()).to(residual.dtype)
-        y = FORMULAS[self.kind](self, s.float())
+        y = FORMULAS[self.name](self, s.float())
         if self.weight is not None:
             y = y * self.weight
         if self.bias is not None:

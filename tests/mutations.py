@@ -39,7 +39,7 @@ TABLE = r"""
 + total = total + tl.sum(tl.exp(logits - largest[:, None]), axis=1)
 ! kernels/test_triton_loss.py::test_rows_of_any_length_with_logits_of_80_are_exact_to_float32[4099]
 @ model/norm.py
-- return kernels.normalize(x, weight, self.bias, residual, kind=FUSED[self.kind], eps=self.eps)
+- return kernels.normalize(x, weight, self.bias, residual, kind=self.kind, eps=self.eps)
 + return kernels.normalize(x, weight, self.bias, residual, kind="rms", eps=self.eps)
 ! model/test_norm.py::test_values_and_gradients_equal_a_float64_formula[layer-True]
 @ model/rope.py
