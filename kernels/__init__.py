@@ -8,7 +8,6 @@ import functools
 import importlib.util
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from types import ModuleType
 
@@ -34,7 +33,8 @@ _choice = "auto"
 def use(choice: str, device: torch.device) -> None:
     """Choose the implementation for this process: `triton`, `torch`, or `auto`, Triton wherever a GPU can run it.
 
-    `reference`: plain PyTorch even on a CPU. Raises `UserError` for `triton` where it does not run on the device.
+    `torch` is plain PyTorch, on a CPU with the functions of `cpu`; `reference` is without them. Raises `UserError` for
+    `triton` where it does not run on the device.
     """
     global _choice
     if choice == "triton" and (reason := triton_unavailable_reason(device)) is not None:
@@ -47,7 +47,8 @@ def triton_unavailable_reason(device: torch.device) -> str | None:
     return "Triton is not installed" if gpu is None else cached_unavailable_reason(device)
 
 
-# Dynamo calls it instead of tracing it. torch.compiler.assume_constant_result does the same, but imports Dynamo: 1 s.
+# Dynamo calls it instead of tracing it; what functools.cache returns would be traced in spite of the mark.
+# torch.compiler.assume_constant_result does the same, but imports Dynamo: 1 s.
 triton_unavailable_reason._dynamo_marked_constant = True
 
 
@@ -63,21 +64,29 @@ def cached_unavailable_reason(device: torch.device) -> str | None:
         return "they need a GPU of compute capability 8.0 (Ampere) or newer"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton finds no C compiler (install gcc or clang)"
-    home = os.environ.get("TRITON_HOME", os.path.expanduser("~"))  # of its cache, without which it cannot compile
-    if "TRITON_CACHE_DIR" not in os.environ and not os.access(home, os.W_OK):
-        os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
     return None
 
 
-def implementation(device: torch.device) -> ModuleType:
-    """The module whose functions run on a device, as `use` chose."""
+def choose(device: torch.device) -> tuple[ModuleType, str]:
+    """The module whose functions run on a device, as `use` chose, and what it is in a few words."""
     if _choice == "reference":
-        return reference
-    runs_triton = device.type == "cuda" and triton_unavailable_reason(device) is None
-    if _choice == "triton" or (_choice == "auto" and runs_triton):
-        return gpu
-    runs_loops = device.type == "cpu" and cpu is not None
-    return cpu if runs_loops and not torch.compiler.is_compiling() else reference  # torch.compile fuses that itself
+        return reference, "plain PyTorch"
+    if device.type == "cpu" and _choice != "triton":
+        if cpu is None:
+            return reference, "plain PyTorch (without Numba)"
+        if torch.compiler.is_compiling():  # it fuses itself what `cpu` does in one pass
+            return reference, "plain PyTorch"
+        return cpu, "plain PyTorch with CPU functions"
+    if _choice == "torch":
+        return reference, "plain PyTorch"
+    reason = triton_unavailable_reason(device)
+    if reason is not None:
+        return reference, f"plain PyTorch (no Triton kernels: {reason})"
+    return gpu, "Triton, interpreted (slow)" if gpu.INTERPRETED else "Triton"
+
+
+def implementation(device: torch.device) -> ModuleType:
+    return choose(device)[0]
 
 
 def compile_model(model: Callable) -> Callable:
@@ -93,16 +102,7 @@ def compile_model(model: Callable) -> Callable:
 
 
 def describe(device: torch.device) -> str:
-    """What runs on a device without torch.compile, in a few words."""
-    chosen = implementation(device)
-    if chosen is gpu:
-        return "Triton, interpreted (slow)" if gpu.INTERPRETED else "Triton"
-    if chosen is cpu:
-        return "plain PyTorch with CPU functions"
-    if _choice != "auto":
-        return "plain PyTorch"
-    why = "without Numba" if device.type == "cpu" else f"no Triton kernels: {triton_unavailable_reason(device)}"
-    return f"plain PyTorch ({why})"
+    return choose(device)[1]
 
 
 def by_device(function: Callable) -> Callable:

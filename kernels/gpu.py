@@ -1,6 +1,9 @@
 """The functions of `reference` for a GPU: Triton kernels where fusing saves memory traffic, torch's own elsewhere."""
 # ruff: noqa: F401 - `kernels` looks the functions up by their names
 
+import os
+import tempfile
+
 import triton
 
 from kernels.activation import swiglu, swiglu_mlp
@@ -9,4 +12,7 @@ from kernels.norm import normalize
 from kernels.reference import attention, linear  # torch's kernels for them (FlashAttention, cuDNN, cuBLAS) are fast
 from kernels.rope import rotary
 
+home = os.environ.get("TRITON_HOME", os.path.expanduser("~"))  # of Triton's cache, without which it cannot compile
+if "TRITON_CACHE_DIR" not in os.environ and not os.access(home, os.W_OK):
+    os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
 INTERPRETED = triton.knobs.runtime.interpret  # read when the kernels above were decorated
