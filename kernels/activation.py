@@ -125,7 +125,7 @@ class TritonMLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        """Four products and one kernel; frozen inputs cost nothing."""
+        """One kernel, and four products, of which a frozen matrix saves its own."""
         x, gate_up, gate_up_weight, down_weight = ctx.saved_tensors
         needs_dx, needs_dgate_up_weight, needs_ddown_weight = ctx.needs_input_grad
         dgate_up, hidden = swiglu_backward(grad @ down_weight, gate_up)

@@ -39,7 +39,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return F.linear(a, b)
 
 
-class OneDNNLinear(torch.autograd.Function):
+class CpuLinear(torch.autograd.Function):
     """See `linear`, without a bias. x (..., in_features), weight (out_features, in_features)."""
 
     @staticmethod
@@ -61,7 +61,7 @@ def linear(x, weight, bias=None):
     """As `reference.linear`. Without gradients it calls that: generation has few rows, for which oneDNN is slower."""
     if x.dtype != torch.float32 or not torch.is_grad_enabled():
         return reference.linear(x, weight, bias)
-    y = OneDNNLinear.apply(x, weight.to(x.dtype))
+    y = CpuLinear.apply(x, weight.to(x.dtype))
     return y if bias is None else y + bias
 
 
@@ -124,9 +124,10 @@ class CpuNorm(torch.autograd.Function):
         y, statistics = torch.empty(x.shape, dtype=x.dtype), torch.empty(len(x), 2)
         x, adds = x.contiguous(), residual is not None
         s = torch.empty_like(x) if adds else x
+        residual = residual if adds else x  # not read then; Numba needs an array
         # Copies: the storage of a tensor that was an array keeps its size, and --shard frees weights.
         weight, bias = weight.clone(), torch.zeros_like(weight) if bias is None else bias.clone()
-        call(norm_forward, x, residual if adds else x, adds, weight, bias, is_layer_norm, eps, s, y, statistics)
+        call(norm_forward, x, residual, adds, weight, bias, is_layer_norm, eps, s, y, statistics)
         ctx.save_for_backward(s, weight, statistics)
         ctx.is_layer_norm = is_layer_norm
         ctx.set_materialize_grads(False)
@@ -138,7 +139,8 @@ class CpuNorm(torch.autograd.Function):
         s, weight, statistics = ctx.saved_tensors
         dx, sums = torch.empty_like(s), torch.zeros(CHUNKS, 2, s.shape[1])
         dy = torch.zeros_like(s) if dy is None else dy
-        adds, ds = ds is not None, dy if ds is None else ds
+        adds = ds is not None
+        ds = ds if adds else dy  # as in the forward pass
         call(norm_backward, dy, ds, adds, s, weight, ctx.is_layer_norm, statistics, dx, sums)
         gradients = dx, *sums.sum(0), dx, None, None
         return tuple(g if needed else None for g, needed in zip(gradients, ctx.needs_input_grad, strict=True))
@@ -150,8 +152,9 @@ def normalize(x, weight=None, bias=None, residual=None, *, kind, eps):
     is_usual = is_usual and (bias is None or bias.dtype == torch.float32)
     if not is_usual or (residual is not None and residual.dtype != x.dtype):
         return reference.normalize(x, weight, bias, residual, kind=kind, eps=eps)
-    rows, residual = (None if t is None else t.reshape(-1, x.shape[-1]) for t in (x, residual))
-    y, s = CpuNorm.apply(rows, weight, bias, residual, kind == "layer", eps)
+    rows = x.reshape(-1, x.shape[-1])
+    residual_rows = None if residual is None else residual.reshape(rows.shape)
+    y, s = CpuNorm.apply(rows, weight, bias, residual_rows, kind == "layer", eps)
     return y.view(x.shape), x if residual is None else s.view(x.shape)
 
 
@@ -159,30 +162,32 @@ def normalize(x, weight=None, bias=None, residual=None, *, kind, eps):
 def rotate(packed, first, cos, sin, separate, is_backward):
     """separate (B, N, T, d) = the heads of packed (B, T, H + 2K, d) from `first` on, rotated; backward, the reverse.
 
-    (a, b) -> (a cos - b sin, b cos + a sin) for the pairs (i, i + d/2); cos and sin (B or 1, T, d/2).
+    (x, y) -> (x cos - y sin, y cos + x sin) for the pairs (i, i + d/2); cos and sin (B or 1, T, d/2).
     """
     batch, heads, length, width = separate.shape
     for task in prange(batch * length):
         b, t = task // length, task % length
         c, s = cos[b % len(cos), t], sin[b % len(sin), t]
         for h in range(heads):
-            x, y = packed[b, t, first + h], separate[b, h, t]
             if is_backward:
-                x, y = y, x
+                source, target = separate[b, h, t], packed[b, t, first + h]
+            else:
+                source, target = packed[b, t, first + h], separate[b, h, t]
             for i in range(width // 2):
-                first_of_pair, second = widen(x[i]), widen(x[width // 2 + i])
-                store(y, i, first_of_pair * c[i] - second * s[i])
-                store(y, width // 2 + i, second * c[i] + first_of_pair * s[i])
+                x, y = widen(source[i]), widen(source[width // 2 + i])
+                store(target, i, x * c[i] - y * s[i])
+                store(target, width // 2 + i, y * c[i] + x * s[i])
 
 
-class Rotary(torch.autograd.Function):
+class CpuRotary(torch.autograd.Function):
     """See `rotary`. heads (B, T, H + 2K, d); q, k and v lie in memory as attention reads them: (B, H or K, T, d)."""
 
     @staticmethod
     def forward(ctx, heads, cos, sin, num_heads, num_kv_heads):
         ctx.save_for_backward(cos, sin)
         batch, length, _, width = heads.shape
-        q, k = (torch.empty(batch, n, length, width, dtype=heads.dtype) for n in (num_heads, num_kv_heads))
+        q = torch.empty(batch, num_heads, length, width, dtype=heads.dtype)
+        k = torch.empty(batch, num_kv_heads, length, width, dtype=heads.dtype)
         call(rotate, heads, 0, cos, sin, q, False)
         call(rotate, heads, num_heads, cos, sin, k, False)
         v = heads[:, :, num_heads + num_kv_heads :].transpose(1, 2).contiguous()
@@ -210,10 +215,12 @@ def rotary(qkv, cos, sin, num_heads, num_kv_heads, q_norm_weight=None, k_norm_we
     heads = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1))  # (B, T, H + 2K, d)
     if q_norm_weight is not None:
         q, k, v = heads.float().split((num_heads, num_kv_heads, num_kv_heads), dim=-2)
-        q, k = (normalize(x, w, kind="rms", eps=eps)[0] for x, w in ((q, q_norm_weight), (k, k_norm_weight)))
+        q, _ = normalize(q, q_norm_weight, kind="rms", eps=eps)
+        k, _ = normalize(k, k_norm_weight, kind="rms", eps=eps)
         heads = torch.cat((q, k, v), dim=-2)
-    cos, sin = (x if x.dim() == 3 else x[None] for x in (cos, sin))
-    return tuple(x.to(qkv.dtype) for x in Rotary.apply(heads, cos, sin, num_heads, num_kv_heads))
+    if cos.dim() == 2:
+        cos, sin = cos[None], sin[None]
+    return tuple(x.to(qkv.dtype) for x in CpuRotary.apply(heads, cos, sin, num_heads, num_kv_heads))
 
 
 def keeps_probabilities(dtype, length, width):
@@ -251,11 +258,12 @@ def swiglu(gate_up):
 
 def swiglu_mlp(x, gate_up_weight, down_weight):
     """As `reference.swiglu_mlp`. Two products: elementwise operations on halves of rows would take twice as long."""
-    gate, up = (linear(x, weight) for weight in gate_up_weight.to(x.dtype).chunk(2))
+    gate_weight, up_weight = gate_up_weight.to(x.dtype).chunk(2)
+    gate, up = linear(x, gate_weight), linear(x, up_weight)
     return linear(F.silu(gate) * up, down_weight)
 
 
-class LinearCrossEntropy(torch.autograd.Function):
+class CpuCrossEntropy(torch.autograd.Function):
     """See `linear_cross_entropy`. x and weight of one dtype."""
 
     @staticmethod
@@ -288,7 +296,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         """The loss's gradient scales rows, which commutes with both products: it is applied to the narrower matrix."""
         x, weight, delta, counted = ctx.saved_tensors
-        grad = (grad * counted)[:, None]
+        grad = grad.masked_fill(~counted, 0.0)[:, None]
         dx = product(delta, weight.t()).mul_(grad) if ctx.needs_input_grad[0] else None
         dweight = delta.t() @ (x * grad).to(x.dtype) if ctx.needs_input_grad[1] else None
         return dx, dweight, None, None
@@ -297,5 +305,5 @@ class LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy(x, weight, targets, token_weight=None):
     """As `reference.linear_cross_entropy`, without float32 logits of all tokens."""
     needs_gradients = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    losses = LinearCrossEntropy.apply(x, weight.to(x.dtype), targets, needs_gradients)
+    losses = CpuCrossEntropy.apply(x, weight.to(x.dtype), targets, needs_gradients)
     return losses if token_weight is None else (losses * token_weight.detach()).sum()

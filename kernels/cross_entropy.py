@@ -106,12 +106,12 @@ def chunk_rows(rows: int, vocabulary: int, itemsize: int) -> int:
     return rows if rows <= fitting else max(fitting // 128 * 128, 128)
 
 
-def multiply(a: Tensor, b: Tensor, total: Tensor, *, add: bool) -> None:
-    """Write a @ b to total, or add it, in float32 for a and b of any dtype; only CUDA has such 16-bit products."""
+def multiply(a: Tensor, b: Tensor, total: Tensor, *, beta: int) -> None:
+    """total = beta total + a @ b, in float32 for a and b of any dtype; only CUDA has such 16-bit products."""
     if a.dtype == torch.float32 or a.device.type == "cpu" or torch.version.hip:
-        torch.addmm(total, a.float(), b.float(), beta=int(add), out=total)
+        torch.addmm(total, a.float(), b.float(), beta=beta, out=total)
     else:
-        torch.addmm(total, a, b, out_dtype=torch.float32, beta=int(add), out=total)
+        torch.addmm(total, a, b, out_dtype=torch.float32, beta=beta, out=total)
 
 
 def loss_gradients_fake(x, weight, targets, needs_dx, needs_dweight):
@@ -144,9 +144,9 @@ def loss_gradients(
             buffer[:, vocabulary:] = float("-inf")  # classes without probability: the kernel needs no other mask
         cross_entropy(logits, targets[tokens], ones, loss[tokens])
         if needs_dx:
-            multiply(logits, weight, dx[tokens], add=False)
+            multiply(logits, weight, dx[tokens], beta=0)
         if needs_dweight:
-            multiply(logits.t(), x[tokens], dweight, add=start > 0)
+            multiply(logits.t(), x[tokens], dweight, beta=0 if start == 0 else 1)
     return loss, dx, dweight
 
 
@@ -155,7 +155,7 @@ def rescale(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
-class WeightedCrossEntropy(torch.autograd.Function):
+class TritonCrossEntropy(torch.autograd.Function):
     """The weighted sum of the losses; the forward pass makes the gradients. See `linear_cross_entropy`."""
 
     @staticmethod
@@ -184,7 +184,7 @@ def linear_cross_entropy(x, weight, targets, token_weight=None):
     """
     needs = [torch.is_grad_enabled() and tensor.requires_grad for tensor in (x, weight)]
     if token_weight is not None:
-        return WeightedCrossEntropy.apply(x, weight, targets, token_weight.detach(), *needs)
+        return TritonCrossEntropy.apply(x, weight, targets, token_weight.detach(), *needs)
     if any(needs):
         return reference.linear_cross_entropy(x, weight, targets)
     return loss_gradients(x, weight.to(x.dtype), targets, False, False)[0]

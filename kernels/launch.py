@@ -40,10 +40,14 @@ def register_op(fake: Callable) -> Callable[[Callable], Callable]:
     return register
 
 
+def with_unit_stride(x: Tensor) -> Tensor:
+    """x itself where elements of the last dimension are neighbours, else a contiguous copy."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def as_rows(x: Tensor) -> Tensor:
     """x (..., D) as (M, D) whose rows are contiguous and one stride apart; copies only if no such view exists."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+    return with_unit_stride(x.reshape(-1, x.shape[-1]))
 
 
 def tile_width(width: int) -> int:

@@ -146,7 +146,8 @@ def norm_forward(
 
 
 def norm_backward_fake(dy, ds, s, weight, statistics, kind, needs_dweight, needs_dbias):
-    return s.new_empty(s.shape), s.new_empty((int(needs_dweight) + int(needs_dbias), s.shape[-1]), dtype=torch.float32)
+    sums = [needs_dweight, needs_dbias].count(True)
+    return s.new_empty(s.shape), s.new_empty((sums, s.shape[-1]), dtype=torch.float32)
 
 
 @register_op(norm_backward_fake)
@@ -155,20 +156,19 @@ def norm_backward(
     kind: str, needs_dweight: bool, needs_dbias: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dx in the shape and dtype of s; sums float32 (0 to 2, D): of dweight and of dbias those that are needed."""
-    dx = s.new_empty(s.shape)
+    dx, sums = norm_backward_fake(dy, ds, s, weight, statistics, kind, needs_dweight, needs_dbias)
     dy, s = as_rows(dy), as_rows(s)
     ds = None if ds is None else as_rows(ds)
     rows, width = s.shape
-    sums = int(needs_dweight) + int(needs_dbias)
     ds_stride = 0 if ds is None else ds.stride(0)
     block = tile_width(width)
     programs, options = backward_geometry(block, rows, s.device)
-    parts = torch.empty((programs, sums * width), device=s.device, dtype=torch.float32)
+    parts = sums.new_empty(programs, sums.numel())
     norm_backward_kernel[(programs,)](
-        dy, ds, s, weight, statistics, dx, parts, rows, dy.stride(0), ds_stride, s.stride(0), sums * width, width,
+        dy, ds, s, weight, statistics, dx, parts, rows, dy.stride(0), ds_stride, s.stride(0), sums.numel(), width,
         KIND=kind, DWEIGHT=needs_dweight, DBIAS=needs_dbias, BLOCK=block, **options,
     )  # fmt: skip
-    return dx, parts.sum(0).view(sums, width)
+    return dx, parts.sum(0).view_as(sums)
 
 
 def backward_geometry(block: int, rows: int, device: torch.device) -> tuple[int, dict[str, int]]:
@@ -215,7 +215,7 @@ class TritonNorm(torch.autograd.Function):
         dx, sums = norm_backward(dy, ds, s, weight, statistics, ctx.kind, needs_dweight, needs_dbias)
         dresidual = dx if ctx.has_residual else None
         dweight = sums[0].to(weight.dtype) if needs_dweight else None
-        dbias = sums[-1].to(bias.dtype) if needs_dbias else None
+        dbias = sums[1 if needs_dweight else 0].to(bias.dtype) if needs_dbias else None
         return dx.to(dy.dtype), dresidual, dweight, dbias, None, None
 
 

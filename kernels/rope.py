@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from kernels.launch import multiprocessors, register_op, tile_width
+from kernels.launch import multiprocessors, register_op, tile_width, with_unit_stride
 
 TILE = 2048  # pairs in a tile: eight for each of 256 threads, for loads of 16 bytes and few registers
 NUM_WARPS = 8
@@ -58,6 +58,15 @@ def locate_tokens(block, length, TOKENS: tl.constexpr):
     return (block // blocks).to(tl.int64), first + tl.arange(0, TOKENS)[:, None, None]
 
 
+@triton.jit
+def locate_heads(tile, H: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr):
+    """Whether the heads of a tile are of q, whether they are of q or k, and each one's place (1, HEADS, 1): in a packed
+    row, and among those of q, of k or of v."""
+    is_q, is_rotated = tile < H // HEADS, tile < (H + K) // HEADS
+    packed_head = tile * HEADS + tl.arange(0, HEADS)[None, :, None]
+    return is_q, is_rotated, packed_head, packed_head - tl.where(is_q, 0, tl.where(is_rotated, H, H + K))
+
+
 @triton.jit(do_not_specialize=["length"])
 def rotary_forward_kernel(
     qkv_ptr,  # (B, length, (H + 2K) d) with the strides below, 1 in the last dimension
@@ -72,17 +81,13 @@ def rotary_forward_kernel(
 
     The tiles of a token are neighbours, so that a row of qkv is read by programs that run at the same time.
     """
-    q_tiles: tl.constexpr = H // HEADS
-    k_tiles: tl.constexpr = K // HEADS
-    tiles: tl.constexpr = q_tiles + 2 * k_tiles
-    tile = tl.program_id(0) % tiles
-    is_q, is_rotated = tile < q_tiles, tile < q_tiles + k_tiles
+    tiles: tl.constexpr = (H + 2 * K) // HEADS
+    is_q, is_rotated, packed_head, head = locate_heads(tl.program_id(0) % tiles, H, K, HEADS)
     batch, position = locate_tokens(tl.program_id(0) // tiles, length, TOKENS)
-    head = tile * HEADS + tl.arange(0, HEADS)[None, :, None]  # heads of the packed row
     pair = tl.arange(0, BLOCK)[None, None, :]
     inside = (position < length) & (pair < HALF)
     row = batch * batch_stride + position * token_stride
-    a, b = load_pairs(qkv_ptr, row + head * (2 * HALF) + pair, HALF, inside)
+    a, b = load_pairs(qkv_ptr, row + packed_head * (2 * HALF) + pair, HALF, inside)
     angle = batch * angle_stride + position * HALF + pair
     cos, sin = load_angles(cos_ptr, sin_ptr, angle, inside & is_rotated, HEADS)
     if q_weight_ptr is not None:
@@ -94,7 +99,6 @@ def rotary_forward_kernel(
         b = tl.where(is_rotated, b * rstd * weight_b, b)
     out_ptr = q_ptr if is_q else k_ptr
     out_ptr = out_ptr if is_rotated else v_ptr
-    head -= tl.where(is_q, 0, tl.where(is_rotated, H, H + K))
     target = ((batch * length + position) * tl.where(is_q, H, K) + head) * (2 * HALF) + pair
     store_pairs(out_ptr, target, HALF, inside, a * cos - b * sin, b * cos + a * sin)
 
@@ -118,12 +122,9 @@ def rotary_backward_kernel(
     next tile is loaded while this one is computed (with 2, the compiler has one buffer, and waits for all of it).
     """
     q_tiles: tl.constexpr = H // HEADS
-    k_tiles: tl.constexpr = K // HEADS
-    tiles: tl.constexpr = q_tiles + 2 * k_tiles
+    tiles: tl.constexpr = (H + 2 * K) // HEADS
     program, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
-    is_q, is_rotated = tile < q_tiles, tile < q_tiles + k_tiles
-    packed_head = tile * HEADS + tl.arange(0, HEADS)[None, :, None]
-    head = (packed_head - tl.where(is_q, 0, tl.where(is_rotated, H, H + K))).to(tl.int64)
+    is_q, is_rotated, packed_head, head = locate_heads(tile, H, K, HEADS)
     pair = tl.arange(0, BLOCK)[None, None, :]
     grad_ptr = dk_ptr if is_rotated else dv_ptr
     grad_ptr = dq_ptr if is_q else grad_ptr
@@ -138,7 +139,7 @@ def rotary_backward_kernel(
     for block in tl.range(program, blocks, tl.num_programs(0) // tiles, num_stages=STAGES):
         batch, position = locate_tokens(block, length, TOKENS)
         inside = (position < length) & (pair < HALF)
-        source = batch * grad_batch_stride + position * grad_token_stride + head * grad_head_stride + pair
+        source = batch * grad_batch_stride + position * grad_token_stride + head.to(tl.int64) * grad_head_stride + pair
         a, b = load_pairs(grad_ptr, source, HALF, inside)
         if q_weight_ptr is not None:
             row = batch * batch_stride + position * token_stride
@@ -165,7 +166,7 @@ def rotary_backward_kernel(
         part_ptr = dweight_parts_ptr + (program * q_tiles + tile - tl.where(is_q, 0, q_tiles)) * (4 * HALF)
         store_pairs(part_ptr + tl.where(is_q, 0, 2 * HALF), column, HALF, (column < HALF) & is_rotated, sum_a, sum_b)
         zero = tl.zeros((BLOCK,), tl.float32)  # k has fewer tiles than q has
-        store_pairs(part_ptr + 2 * HALF, column, HALF, (column < HALF) & is_q & (tile >= k_tiles), zero, zero)
+        store_pairs(part_ptr + 2 * HALF, column, HALF, (column < HALF) & is_q & (tile >= K // HEADS), zero, zero)
 
 
 def kernel_constants(num_heads: int, num_kv_heads: int, half: int) -> dict[str, int]:
@@ -173,11 +174,6 @@ def kernel_constants(num_heads: int, num_kv_heads: int, half: int) -> dict[str, 
     heads, block = math.gcd(num_heads, num_kv_heads, 4), tile_width(half)
     tokens = max(TILE // (heads * block), 1)
     return {"H": num_heads, "K": num_kv_heads, "HALF": half, "HEADS": heads, "TOKENS": tokens, "BLOCK": block}
-
-
-def with_unit_stride(x: Tensor) -> Tensor:
-    """x itself where elements of the last dimension are neighbours, else a contiguous copy."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def sequence_stride(table: Tensor) -> int:
@@ -246,10 +242,11 @@ def rotary_backward(
     return dqkv, dweights if parts is None else parts.sum(0).view_as(dweights)
 
 
-class FusedRotary(torch.autograd.Function):
+class TritonRotary(torch.autograd.Function):
+    """See `rotary`. Keeps the tables, and qkv only if the norm of each head needs it again."""
+
     @staticmethod
     def forward(ctx, qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, eps):
-        """Keeps the tables, and qkv only if the norm of each head needs it again."""
         q, k, v = rotary_forward(qkv, cos, sin, num_heads, num_kv_heads, q_weight, k_weight, eps)
         ctx.save_for_backward(None if q_weight is None else qkv, cos, sin, q_weight, k_weight)
         ctx.eps = eps
@@ -267,4 +264,4 @@ class FusedRotary(torch.autograd.Function):
 
 def rotary(qkv, cos, sin, num_heads, num_kv_heads, q_norm_weight=None, k_norm_weight=None, eps=1e-6):
     """As `reference.rotary`."""
-    return FusedRotary.apply(qkv, cos, sin, num_heads, num_kv_heads, q_norm_weight, k_norm_weight, eps)
+    return TritonRotary.apply(qkv, cos, sin, num_heads, num_kv_heads, q_norm_weight, k_norm_weight, eps)
