@@ -96,47 +96,49 @@ def multiply_rows(
     return results
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["outputs"])
 def decode_product_kernel(
     x_ptr, norm_weight_ptr, norm_bias_ptr,  # (B, D) and (D,); norm weight and bias may be None
-    weight_ptr, bias_ptr,  # (rows, D) and (rows,); bias may be None
-    out_ptr,  # (B, rows), which is updated in place if ADDS
-    rows, width, eps, KIND: tl.constexpr, ADDS: tl.constexpr,
+    weight_ptr, bias_ptr,  # (outputs, D) and (outputs,); bias may be None
+    out_ptr,  # (B, outputs), which is updated in place if ADDS
+    outputs, width, eps, KIND: tl.constexpr, ADDS: tl.constexpr,
     SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out = W norm(x) + bias, or out += that, for ROWS rows of W and all sequences; KIND None: x is not normalized."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     results = multiply_rows(
-        x_ptr, norm_weight_ptr, norm_bias_ptr, weight_ptr, row, row < rows, width, eps, KIND, SEQUENCES, ROWS, BLOCK
+        x_ptr, norm_weight_ptr, norm_bias_ptr, weight_ptr, row, row < outputs, width, eps, KIND, SEQUENCES, ROWS, BLOCK
     )
     for i in tl.static_range(SEQUENCES):
         y = results[i]
         if bias_ptr is not None:
-            y += tl.load(bias_ptr + row, mask=row < rows, other=0.0).to(tl.float32)
+            y += tl.load(bias_ptr + row, mask=row < outputs, other=0.0).to(tl.float32)
         if ADDS:
-            y += tl.load(out_ptr + i * rows + row, mask=row < rows, other=0.0).to(tl.float32)
-        tl.store(out_ptr + i * rows + row, y.to(out_ptr.dtype.element_ty), mask=row < rows)
+            y += tl.load(out_ptr + i * outputs + row, mask=row < outputs, other=0.0).to(tl.float32)
+        tl.store(out_ptr + i * outputs + row, y.to(out_ptr.dtype.element_ty), mask=row < outputs)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["outputs"])
 def decode_gate_up_kernel(
     s_ptr, norm_weight_ptr, norm_bias_ptr,  # (B, D) and (D,); norm weight and bias may be None
     weight_ptr, hidden_ptr,  # (2F, D), rows of W_gate before those of W_up; output (B, F)
-    rows, width, eps, KIND: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    outputs, width, eps, KIND: tl.constexpr, SEQUENCES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """hidden = silu(W_gate norm(s)) * (W_up norm(s)) for ROWS/2 of its elements and all sequences; rows is F."""
+    """hidden = silu(W_gate norm(s)) * (W_up norm(s)) for ROWS/2 of its F elements, `outputs`, and all sequences."""
     half: tl.constexpr = ROWS // 2
     first = tl.program_id(0) * half
-    element = first + tl.arange(0, ROWS) % half  # each twice: its row of W_gate, and then its row of W_up
-    row = element + tl.arange(0, ROWS) // half * rows
+    place = tl.arange(0, ROWS)
+    element = first + place % half  # ROWS 4: first, first + 1, first, first + 1
+    row = tl.where(place < half, element, outputs + element)  # of W_gate in the first half, of W_up in the second
     results = multiply_rows(
-        s_ptr, norm_weight_ptr, norm_bias_ptr, weight_ptr, row, element < rows, width, eps, KIND, SEQUENCES, ROWS, BLOCK
-    )
+        s_ptr, norm_weight_ptr, norm_bias_ptr, weight_ptr, row, element < outputs,
+        width, eps, KIND, SEQUENCES, ROWS, BLOCK,
+    )  # fmt: skip
     element = first + tl.arange(0, half)
     for i in tl.static_range(SEQUENCES):
         gate, up = tl.split(tl.permute(tl.reshape(results[i], (2, half)), (1, 0)))
         hidden = gate * tl.sigmoid(gate) * up
-        tl.store(hidden_ptr + i * rows + element, hidden.to(hidden_ptr.dtype.element_ty), mask=element < rows)
+        tl.store(hidden_ptr + i * outputs + element, hidden.to(hidden_ptr.dtype.element_ty), mask=element < outputs)
 
 
 @triton.jit
@@ -277,15 +279,15 @@ def product_geometry(rows: int, width: int) -> dict[str, int]:
     return {"ROWS": 4, "BLOCK": min(256 * warps, tile_width(width)), "num_warps": warps}
 
 
-def launch_product(kernel, tensors, weight, rows, **options):
-    """Launch a kernel that multiplies by weight (N, width). rows: columns of its output, half of N for gate and up."""
+def launch_product(kernel, tensors, weight, outputs, **options):
+    """Launch a kernel that multiplies by weight (N, width). outputs: N, or for gate and up half of it."""
     geometry = product_geometry(*weight.shape)
     grid = (triton.cdiv(len(weight), geometry["ROWS"]),)
-    kernel[grid](*tensors, rows, weight.shape[1], **options, **geometry)
+    kernel[grid](*tensors, outputs, weight.shape[1], **options, **geometry)
 
 
 def qkv(s, norm, weight, bias, out):
-    """Fill out (B, rows) float32 with W norm(s) + bias, from the stream s (B, D), weight (rows, D) and bias (rows,).
+    """Fill out (B, N) float32 with W norm(s) + bias, from the stream s (B, D), weight (N, D) and bias (N,) or None.
 
     norm: an object with `kind`, "rms" or "layer"; `weight` and `bias`, each (D,) or None; and `eps`.
     """
@@ -327,5 +329,6 @@ def project(x, weight, s):
 
 def gate_up(s, norm, weight, hidden):
     """Fill hidden (B, F) from the stream s (B, D) and the packed weight (2F, D). norm: as for `qkv`."""
-    tensors, rows = (s, norm.weight, norm.bias, weight, hidden), hidden.shape[1]
-    launch_product(decode_gate_up_kernel, tensors, weight, rows, eps=norm.eps, KIND=norm.kind, SEQUENCES=len(s))
+    tensors = s, norm.weight, norm.bias, weight, hidden
+    options = {"eps": norm.eps, "KIND": norm.kind, "SEQUENCES": len(s)}
+    launch_product(decode_gate_up_kernel, tensors, weight, hidden.shape[1], **options)
