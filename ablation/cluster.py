@@ -10,7 +10,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ablation.plan import Run
 from ablation.run import train_run
-from model.device import device_model
+from model.machine import device_model
 
 EXCLUDED = [".git", ".cache", "runs", "tests", "docs", "studies", "speed"]  # what workers do not need
 

@@ -33,7 +33,8 @@ from data.tokenizer import load_tokenizer
 from errors import UserError, printable
 from files import locked, replace_text
 from model.decoder import Decoder
-from model.device import choose_device, commit, device_model
+from model.device import choose_device
+from model.machine import commit, device_model
 from training.estimate import estimate, format_time
 from training.optimizer import freeze_parameters
 

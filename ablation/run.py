@@ -19,7 +19,7 @@ from ablation.records import Row
 from ablation.stats import six_digits
 from data.batches import Batch
 from model.decoder import Decoder
-from model.device import machine
+from model.machine import machine
 from model.norm import Norm, is_norm_parameter
 from training.evaluate import evaluate
 from training.loop import train_steps

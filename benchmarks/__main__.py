@@ -24,13 +24,12 @@ def main(llama2c: Annotated[Path | None, optional("PATH")] = None) -> int:
     if timing.default_device().type == "cuda":
         shapes = ("1b",)
         config, changes = "124m", {}
-        ours = "Triton and torch.compile"
+        variants = (training.TRANSFORMERS, "Triton and torch.compile")
     else:
         shapes = ("15m", "26m", "135m")
         config, changes = "small", {"batch_size": 8, "sequence_length": 256}
-        ours = "CPU functions"
+        variants = (training.TRANSFORMERS, "CPU functions")
     tables = decoding.measure(shapes=shapes, turns=5, tokens=64, llama2c=llama2c)
     for dtype in ("float32", "bfloat16"):
-        variants = [training.TRANSFORMERS, ours]
         tables.append(training.compare(config, changes | {"dtype": dtype}, ["rms"], variants, turns=5))
     return timing.finish(tables)

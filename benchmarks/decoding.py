@@ -97,11 +97,9 @@ def transformers_model(config: ModelConfig) -> torch.nn.Module:
     return LlamaForCausalLM(LlamaConfig(**to_json(config, dtype="float32", bos_token_id=None, eos_token_id=None)))
 
 
-def ours(case: Case, choice: str = "auto") -> timing.Blocks:
+def prenorm(case: Case, choice: str = "auto") -> timing.Blocks:
     """`generate` with the fast steps of the chosen kernels; the reference has none, so the decoder itself is called."""
-    kernels.use(choice, torch.device(case.device))
-    if choice != "reference":
-        timing.check_ours(torch.device(case.device))
+    timing.use_kernels(choice, torch.device(case.device))
     decoder = our_decoder(case)
     prompts = [[0] * case.prompt] * case.sequences
 
@@ -110,7 +108,7 @@ def ours(case: Case, choice: str = "auto") -> timing.Blocks:
         # Without drafts: texts of random weights repeat themselves, and tokens would be counted that no step computed.
         options = {"max_new_tokens": case.tokens, "sampling": Sampling(temperature=0), "drafts": False}
         times = [time.perf_counter() for token in generate(decoder, prompts, **options) if token.sequence == 0]
-        if case.device == "cuda":  # the same step again: where its kernels cannot run, the decoder was timed
+        if case.device == "cuda":  # the step that was just timed: if its kernels failed, the decoder computed
             step = decode_step(decoder, case.sequences, case.prompt + case.tokens)
             if isinstance(step, GpuDecodeStep) and step.unavailable_reason is not None:
                 raise RuntimeError(step.unavailable_reason)
@@ -199,8 +197,8 @@ PROGRAMS = {  # the speed of the others is relative to that of the first that ru
     COMPILED: partial(transformers, compiled=True),
     "llama2.c": llama2c,
     "llama.cpp": llama_cpp,
-    "plain decoder": partial(ours, choice="reference"),
-    "ours": ours,
+    "plain decoder": partial(prenorm, choice="reference"),
+    "ours": prenorm,
 }
 USUAL = tuple(name for name in PROGRAMS if name != COMPILED)  # which compiles for minutes on a CPU
 
@@ -253,8 +251,8 @@ def measure(
     device = timing.default_device()
     limit = partial(timing.reading, device)
     tables = []
-    for combination in itertools.product(shapes, prompts, sequences, dtypes):
-        case = Case(*combination, tokens, device.type, llama2c)
+    for shape, prompt, batch, dtype in itertools.product(shapes, prompts, sequences, dtypes):
+        case = Case(shape, prompt, batch, dtype, tokens=tokens, device=device.type, llama2c=llama2c)
         makers = {name: partial(PROGRAMS[name], case) for name in programs if is_possible(name, case)}
         title = f"{case.shape}, {case.dtype}, {case.sequences} sequences after {case.prompt} tokens"
         if makers:

@@ -5,10 +5,10 @@
 # what a benchmark measured, or the last lines of another step that passed; STEP-MACHINE.partial.json has the tables of
 # a step that did not end. A step with a result is skipped, so the same command continues. gpu.txt is all output,
 # clocks.csv SM clock, power and temperature of every second. Exit status 1: a step failed, or none was chosen. Needs
-# requirements.txt, triton, transformers, pytest, a C compiler.
+# requirements.txt, triton, transformers, pytest, a C compiler, nvidia-smi.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
-out=${OUT:-runs/gpu} python=${PYTHON:-python3} chosen=" $* " steps=() failed=() scratch=$(mktemp -d)
+out=${OUT:-runs/gpu} python=${PYTHON:-python3} chosen=$* steps=() failed=() scratch=$(mktemp -d)
 mkdir -p "$out" || exit 1
 exec > >(tee -a "$out/gpu.txt") 2>&1
 machine=$(nvidia-smi --query-gpu=name --format=csv,noheader | head -n 1 | tr 'A-Z ' 'a-z-')
@@ -19,13 +19,15 @@ export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 # at its time limit, a step says 
 step() { # NAME COMMAND...
     local name=$1 result=$out/$1-$machine.json
     shift
-    if [[ $chosen != "  " && $chosen != *" $name "* ]]; then return; fi
+    if [[ -n $chosen && " $chosen " != *" $name "* ]]; then return; fi
     steps+=("$name")
     if [ -e "$result" ]; then echo "== $name: skipped, $result exists"; return; fi
     echo "== $name, after $SECONDS s: $*"
     if timeout --signal=ABRT --kill-after=10 600 "$@" | tee "$scratch/output"; then
-        printf '{"passed": "%s"}\n' "$(tail -n 3 "$scratch/output" | tr -d '\\"\t' | paste -sd ';')" > "$scratch/json"
-        tail -n 1 "$scratch/output" | grep '^{' > "$result" || cp "$scratch/json" "$result"
+        if ! tail -n 1 "$scratch/output" | grep '^{' > "$scratch/json"; then
+            printf '{"passed": "%s"}\n' "$(tail -n 3 "$scratch/output" | tr -d '\\"\t' | paste -sd ';')" > "$scratch/json"
+        fi
+        cp "$scratch/json" "$result"
     else
         failed+=("$name")
         if grep '^{' "$scratch/output" > "$scratch/json"; then cp "$scratch/json" "${result%.json}.partial.json"; fi

@@ -20,7 +20,8 @@ import kernels
 from benchmarks import timing
 from errors import UserError, reading
 from kernels import reference
-from model.device import device_name, keep_freed_memory
+from model.device import keep_freed_memory
+from model.machine import device_name
 
 BF16 = torch.bfloat16
 TURNS = 5
@@ -61,8 +62,8 @@ def random(device: torch.device, *shape: int, mean: float = 0.3, std: float = 1.
 
 def by_all(device: torch.device, call: Callable) -> dict[str, Callable]:
     """Ours, the reference and its compiled version; `call` gets a module of functions and the inputs."""
-    ours, eager = partial(call, kernels.implementation(device)), partial(call, reference)
-    return {OURS: ours, REFERENCE: eager, COMPILED: torch.compile(lambda *inputs: eager(*inputs))}
+    fast, eager = partial(call, kernels.implementation(device)), partial(call, reference)
+    return {OURS: fast, REFERENCE: eager, COMPILED: torch.compile(lambda *inputs: eager(*inputs))}
 
 
 def norm_case(device: torch.device, kind: str, rows: int, width: int, after_addition: bool) -> Case:
@@ -128,13 +129,13 @@ def loss_case(device: torch.device, rows: int, hidden: int, vocabulary: int) -> 
         x, weight = random(device, rows, hidden), random(device, vocabulary, hidden, mean=0.0, std=hidden**-0.5)
         return x, weight, torch.randint(vocabulary, (rows,), device=device), torch.tensor(1 / rows, device=device)
 
-    def ours(x, weight, targets, mean):
+    def weighted_sum(x, weight, targets, mean):
         return (kernels.linear_cross_entropy(x, weight, targets, token_weight=mean),)
 
     def all_logits(x, weight, targets, _):
         return (reference.linear_cross_entropy(x, weight, targets).mean(),)
 
-    variants = {OURS: ours, REFERENCE: all_logits, COMPILED: torch.compile(all_logits)}
+    variants = {OURS: weighted_sum, REFERENCE: all_logits, COMPILED: torch.compile(all_logits)}
     if hasattr(F, "linear_cross_entropy"):  # from torch 2.13 on
         variants[PYTORCH] = lambda x, weight, targets, _: (F.linear_cross_entropy(x, weight, targets),)
     name = f"head and loss, {rows} x {hidden}, vocabulary {vocabulary}"
@@ -183,7 +184,7 @@ def measure(only: str = "") -> list[timing.Table]:
     with reading(f"--only {only}", "give a regular expression"):
         pattern = re.compile(only)
     device = timing.default_device()
-    timing.check_ours(device)
+    timing.use_kernels("auto", device)
     keep_freed_memory()
     torch.manual_seed(0)
     print(device_name(device))

@@ -19,7 +19,7 @@ import torch
 import kernels
 from errors import UserError, exit_on_user_error
 from flags import call_with_flags
-from model.device import device_model, machine
+from model.machine import device_model, machine
 
 BEYOND_CACHE = 256e6  # bytes, more than a GPU's cache holds
 PAUSE = 20_000_000  # cycles of a GPU, about 11 ms, in which the host queues the calls to time
@@ -36,9 +36,10 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def check_ours(device: torch.device) -> None:
-    """`UserError` where plain PyTorch would be measured under the name of our kernels."""
-    if kernels.implementation(device) is kernels.reference:
+def use_kernels(choice: str, device: torch.device) -> None:
+    """`kernels.use`, but `UserError` where the reference would be measured under the name of our kernels."""
+    kernels.use(choice, device)
+    if choice != "reference" and kernels.implementation(device) is kernels.reference:
         raise UserError(f"our kernels do not run here: {kernels.describe(device)}.")
 
 
@@ -161,8 +162,10 @@ def compare(
     speed and the limit suffer alike from what else the machine does. tokens: of a call of the last section.
     """
     seconds, failures = measure(makers | {"limit": limit}, turns)
-    rates = {unit: 1 / statistics.median(values) for unit, values in seconds.pop("limit", {}).items()}
-    limits = {section: amount / rate for rate in rates.values() for section, amount in work.items()}
+    rates, limits = {}, {}
+    for unit, values in seconds.pop("limit", {}).items():
+        rates[unit] = 1 / statistics.median(values)
+        limits = {section: amount / rates[unit] for section, amount in work.items()}
     table = Table(title, tokens, limits, seconds, failures, rates)
     rows = table.rows()
     columns = [*dict.fromkeys(column for row in rows for column in row)]

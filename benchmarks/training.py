@@ -27,9 +27,8 @@ from training.step import train_step
 
 
 class Variant(NamedTuple):
-    kernels: str  # what `kernels.use` is told
+    kernels: str | None  # what `kernels.use` is told; None: it is transformers
     compiled: bool = False
-    ours: bool = True  # else transformers
 
 
 VARIANTS = {
@@ -38,8 +37,8 @@ VARIANTS = {
     "CPU functions": Variant("torch"),
     "Triton": Variant("triton"),
     "Triton and torch.compile": Variant("triton", compiled=True),
-    TRANSFORMERS: Variant("auto", ours=False),
-    f"{TRANSFORMERS} and torch.compile": Variant("auto", compiled=True, ours=False),
+    TRANSFORMERS: Variant(None),
+    f"{TRANSFORMERS} and torch.compile": Variant(None, compiled=True),
 }
 TURNS = 10  # of 4 steps each
 
@@ -60,19 +59,17 @@ class TransformersBaseline(nn.Module):
 
 def make_step(settings: Settings, variant: Variant, device: torch.device) -> timing.Blocks:
     """The block of training steps on random tokens, of one micro-batch each."""
-    kernels.use(variant.kernels, device)
-    if variant.ours and variant.kernels != "reference":
-        timing.check_ours(device)
     dtype = choose_dtype(settings.machine.dtype, device)
-    if variant.ours:
+    if variant.kernels is None:
+        model = TransformersBaseline(settings.model, dtype).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=settings.optimizer.learning_rate, fused=True)
+        run = torch.compile(model) if variant.compiled else model
+    else:
+        timing.use_kernels(variant.kernels, device)
         model = Decoder(settings.model, seed=1, compute_dtype=dtype).to(device)
         model.activation_checkpointing = settings.machine.activation_checkpointing
         optimizer = build_optimizer(model, settings.optimizer, device)
         run = kernels.compile_model(model) if variant.compiled else model
-    else:
-        model = TransformersBaseline(settings.model, dtype).to(device)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=settings.optimizer.learning_rate, fused=True)
-        run = torch.compile(model) if variant.compiled else model
     scaler = torch.amp.GradScaler(device.type, enabled=False)
     shape = (2, settings.data.micro_batch(), settings.data.sequence_length)
     batch = [*torch.randint(settings.model.vocab_size, shape, pin_memory=device.type == "cuda")]  # tokens, targets
@@ -80,11 +77,12 @@ def make_step(settings: Settings, variant: Variant, device: torch.device) -> tim
     def step() -> None:
         train_step(run, [batch], optimizer, scaler, settings.optimizer.clip, Processes(), device)
 
-    def use_and_time() -> float:
-        kernels.use(variant.kernels, device)
+    def time_steps() -> float:
+        if variant.kernels is not None:
+            kernels.use(variant.kernels, device)
         return timing.block([step], device)
 
-    return {"step": use_and_time}
+    return {"step": time_steps}
 
 
 def compare(
@@ -92,7 +90,7 @@ def compare(
 ) -> timing.Table:
     """Time every norm in every variant of a changed configuration, and print a table; returns it for a record."""
     keep_freed_memory()
-    if not all(VARIANTS[name].ours for name in variants):
+    if any(VARIANTS[name].kernels is None for name in variants):
         changes = {**changes, "optimizer": "adamw"}  # that of transformers' users, for all variants
     settings = replace_settings(load_settings(config_path(config)), changes)
     device = timing.default_device()
@@ -100,7 +98,7 @@ def compare(
     for norm, name in itertools.product(norms, variants):
         variant = VARIANTS[name]
         step = partial(make_step, replace_settings(settings, {"norm": norm}), variant, device)
-        if variant.ours:
+        if variant.kernels is not None:
             makers[f"{name}, {norm}"] = step
         elif norm == "rms":
             makers[name] = step
@@ -124,8 +122,8 @@ def measure(
         config: A name in configs/.
         variants: By default those of this device without transformers.
     """
-    ours = "triton" if timing.default_device().type == "cuda" else "torch"
-    usual = [name for name, variant in VARIANTS.items() if variant.kernels in ("reference", ours)]
+    fastest = "triton" if timing.default_device().type == "cuda" else "torch"
+    usual = [name for name, variant in VARIANTS.items() if variant.kernels in ("reference", fastest)]
     return [compare(config, {"dtype": dtype}, norms, variants or usual) for dtype in dtypes]
 
 

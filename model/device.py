@@ -1,13 +1,10 @@
-"""What --device and --dtype mean on this machine: rules, no measurements. Its memory, its threads and its name."""
+"""What --device and --dtype mean on this machine: rules, no measurements. How a model uses its threads and memory."""
 
 import contextlib
 import ctypes
 import math
-import platform
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -89,36 +86,3 @@ def allocate(sizes: Sequence[tuple[torch.Size, torch.dtype]], device: torch.devi
     blocks = torch.from_numpy(np.empty(sum(rounded), np.uint8)).split(rounded)
     blocks = [block[:count] for block, count in zip(blocks, byte_counts, strict=True)]
     return [block.view(dtype).view(shape) for block, (shape, dtype) in zip(blocks, sizes, strict=True)]
-
-
-def device_name(device: torch.device) -> str:
-    """A name to print: the GPU's model, or the number of threads on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU (threads: {torch.get_num_threads()})" if device.type == "cpu" else device.type.upper()
-
-
-def device_model(name: str) -> str:
-    """The model of the GPU of this name, or else of the CPU."""
-    if name.startswith("cuda"):
-        return torch.cuda.get_device_name(name)
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def commit() -> str:
-    """The commit of this project, with a + if files have changed since; empty where git knows none."""
-    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    try:
-        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
-    except OSError:  # no git
-        return ""
-
-
-def machine(device: torch.device) -> dict[str, str | int | None]:
-    """What a record says of the machine and of the versions that computed it."""
-    threads = None if device.type == "cuda" else torch.get_num_threads()
-    versions = {"commit": commit(), "torch": str(torch.__version__), "python": platform.python_version()}
-    return {"device": device_model(str(device)), "threads": threads} | versions

@@ -14,7 +14,7 @@ from data.corpus import TooLittleText
 from data.sources import HUB_TEXTS, resolve
 from errors import counted, note
 from model.count import adapter_parameters, flops_per_token, layer_matrices, num_parameters
-from model.device import device_name
+from model.machine import device_name
 from training.processes import ALONE
 from training.session import epochs, open_text, prepare_training, use_machine
 from training.settings import Settings

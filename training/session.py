@@ -19,7 +19,8 @@ from data.settings import DataSettings
 from data.tokenizer import load_tokenizer
 from errors import UserError, counted, reading
 from model.decoder import Decoder
-from model.device import choose_device, choose_dtype, device_name, keep_freed_memory
+from model.device import choose_device, choose_dtype, keep_freed_memory
+from model.machine import device_name
 from training import checkpoint
 from training.checkpoint import State
 from training.optimizer import build_optimizer, freeze_parameters

@@ -71,7 +71,7 @@ def test_nothing_measured_and_plain_pytorch_in_the_place_of_ours_are_errors(monk
         timing.finish([])
     monkeypatch.setattr(timing.kernels, "cpu", None)
     with pytest.raises(UserError, match=r"do not run here: plain PyTorch \(without Numba\)"):
-        timing.check_ours(CPU)
+        timing.use_kernels("auto", CPU)
 
 
 def test_published_records_look_like_what_a_benchmark_prints_today(capsys):
@@ -133,7 +133,7 @@ def test_llama2c_gets_a_checkpoint_of_the_right_size_and_its_tokens_per_second_a
 def test_a_step_is_computed_for_each_token_without_drafts(monkeypatch):
     calls, compute = [], CpuDecodeStep.__call__
     monkeypatch.setattr(CpuDecodeStep, "__call__", lambda *inputs: calls.append(1) or compute(*inputs))
-    assert decoding.ours(Case("260k", 1, 1, "float32", 40, "cpu", None))["step"]() > 0 and len(calls) == 40
+    assert decoding.prenorm(Case("260k", 1, 1, "float32", 40, "cpu", None))["step"]() > 0 and len(calls) == 40
 
 
 def test_the_limit_of_a_step_counts_weights_keys_and_values_in_their_stored_width():
