@@ -25,13 +25,13 @@ IGNORED = tl.constexpr(reference.IGNORED)
 @triton.jit(do_not_specialize=["rows", "width"])
 def cross_entropy_kernel(
     logits_ptr,  # (rows, stride), of which the columns from `width` are -inf; overwritten with GRADIENT
-    target_ptr, token_weight_ptr, loss_ptr,  # (rows,) each: int64, float32 (with GRADIENT), float32 output
+    target_ptr, loss_ptr,  # (rows,) each: int64, and float32 output
     rows, width, stride, BLOCK: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Each program takes every n-th row: loss = log sum exp(logits) - logits[target].
 
-    With GRADIENT, token_weight (softmax - onehot) overwrites the logits, rounded once. Ignored rows are not read; they
-    get loss 0 and gradient 0. A target that is no column gives NaN for both.
+    With GRADIENT, softmax - onehot overwrites the logits, rounded once. Ignored rows are not read; they get loss 0 and
+    gradient 0. A target that is no column gives NaN for both.
 
     Each 8 columns that a thread reads at once have their own maximum and sum, rescaled whenever a larger logit appears
     (Milakov and Gimelshein 2018, algorithm 3): threads meet at the end of a row only. No barrier is needed before the
@@ -65,8 +65,7 @@ def cross_entropy_kernel(
         loss = tl.where(valid, highest + tl.log(normalizer) - tl.sum(chosen), float("nan"))
         tl.store(loss_ptr + row, tl.where(counted, loss, 0.0))
         if GRADIENT:
-            token_weight = tl.where(valid, tl.load(token_weight_ptr + row), float("nan"))
-            scale = tl.where(counted, token_weight / normalizer, 0.0)
+            scale = tl.where(counted, tl.where(valid, 1.0 / normalizer, float("nan")), 0.0)
             for start in range(0, stride, BLOCK):
                 inside = offset < end - start
                 logits = tl.load(
@@ -74,13 +73,13 @@ def cross_entropy_kernel(
                 )
                 delta = tl.exp(logits.to(tl.float32) - highest) * scale
                 if (column >= start) & (column < start + BLOCK):
-                    delta -= tl.where(offset == column - start, token_weight, 0.0)
+                    delta -= tl.where(offset == column - start, 1.0, 0.0)
                 delta = delta.to(logits_ptr.dtype.element_ty)
                 tl.store(row_ptr + start + offset, delta, mask=offset < stride - start)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, token_weights: Tensor | None, loss: Tensor) -> None:
-    """Write losses (n,) of logits (n, V); with token_weights (n,), the gradient overwrites the logits.
+def cross_entropy(logits: Tensor, targets: Tensor, loss: Tensor, *, gradient: bool) -> None:
+    """Write losses (n,) of logits (n, V); with `gradient`, that of their sum overwrites the logits.
 
     Rows of logits have a stride divisible by 16, and what follows a row up to the next is -inf. A row is read twice,
     and should be in the cache the second time. A multiprocessor therefore works on few rows at once, with 1,024 threads
@@ -90,8 +89,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, token_weights: Tensor | None,
     block = min(max(tile_width(width) // 16, 256), 8192)
     programs = min(rows, multiprocessors(logits.device) * (8192 // block))
     cross_entropy_kernel[(programs,)](
-        logits, targets, token_weights, loss, rows, width, logits.stride(0),
-        BLOCK=block, GRADIENT=token_weights is not None, num_warps=min(block // 256, max_warps(logits.device)),
+        logits, targets, loss, rows, width, logits.stride(0),
+        BLOCK=block, GRADIENT=gradient, num_warps=min(block // 256, max_warps(logits.device)),
     )  # fmt: skip
 
 
@@ -133,7 +132,6 @@ def loss_gradients(
     if rows == 0:
         return loss, dx, dweight.zero_()
     chunk = min(chunk_rows(rows, vocabulary, x.element_size()), rows)
-    ones = torch.ones(chunk, device=x.device) if needs_dx or needs_dweight else None
     targets = targets.contiguous()
     buffer = allocate_logits(chunk, vocabulary, x)
     for start in range(0, rows, chunk):
@@ -142,7 +140,7 @@ def loss_gradients(
         torch.mm(x[tokens], weight.t(), out=logits)
         if vocabulary % 16:
             buffer[:, vocabulary:] = float("-inf")  # classes without probability: the kernel needs no other mask
-        cross_entropy(logits, targets[tokens], ones, loss[tokens])
+        cross_entropy(logits, targets[tokens], loss[tokens], gradient=needs_dx or needs_dweight)
         if needs_dx:
             multiply(logits, weight, dx[tokens], beta=0)
         if needs_dweight:

@@ -43,8 +43,8 @@ for tokens in (100, 1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 128, 
     rope.rotary_forward(qkv, angles, angles, 2, 1, None, None, 1e-5)
     rope.rotary_forward(qkv, angles, angles, 2, 1, *head_norms)
     rope.rotary_backward(*heads, qkv, angles, angles, *head_norms)
-    cross_entropy.cross_entropy(x, targets, statistics, statistics)
-    cross_entropy.cross_entropy(x, targets, None, statistics)
+    cross_entropy.cross_entropy(x, targets, statistics, gradient=True)
+    cross_entropy.cross_entropy(x, targets, statistics, gradient=False)
     compiled.append(sorted({kernel.hash: kernel.name for kernel in compiled_kernels()}.values()))
 print(json.dumps(compiled))
 """
@@ -63,8 +63,8 @@ pretend("sm_90")
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for vocabulary in (61, 6401, 50304, 131072):
         logits = cross_entropy.allocate_logits(16, vocabulary, torch.empty(0, dtype=dtype))[:, :vocabulary]
-        arguments = logits, torch.zeros(16).long(), torch.ones(16), torch.ones(16)
-        cross_entropy.cross_entropy(*arguments)
+        arguments = logits, torch.zeros(16).long(), torch.ones(16)
+        cross_entropy.cross_entropy(*arguments, gradient=True)
 print(json.dumps([kernel.asm["ttgir"] for kernel in compiled_kernels()]))
 """
     codes = run_compiled("-c", script)

@@ -81,7 +81,7 @@ def test_without_a_counted_token_losses_and_gradients_are_0(draw, evaluate):
     targets = torch.full((9,), -100)
     assert not run(evaluate, x, weight, targets, 0.37)[0].any()
     logits, loss = torch.full((9, 304), float("nan")), torch.full((9,), float("nan"))
-    cross_entropy.cross_entropy(logits[:, :V], targets, torch.ones(9), loss)
+    cross_entropy.cross_entropy(logits[:, :V], targets, loss, gradient=True)
     assert not logits.any() and not loss.any()
     _, dx, dweight = run(evaluate, x[:0], weight, targets[:0], 0.37)
     assert dx.shape == (0, D) and dweight.shape == (V, D) and not dweight.any()
@@ -119,11 +119,11 @@ def loss_and_gradient(logits, targets):
     view = buffer[:, : logits.shape[1]]
     view.copy_(logits)
     loss, alone = torch.full((2, len(logits)), float("nan"))
-    cross_entropy.cross_entropy(view, targets, torch.ones(len(logits)), loss)
+    cross_entropy.cross_entropy(view, targets, loss, gradient=True)
     assert not buffer[loss.isfinite(), logits.shape[1] :].any()  # some products read the padding: 0 times NaN is NaN
     buffer[:, logits.shape[1] :], gradient = float("-inf"), view.clone()
     view.copy_(logits)
-    cross_entropy.cross_entropy(view, targets, None, alone)
+    cross_entropy.cross_entropy(view, targets, alone, gradient=False)
     assert torch.equal(view.view(torch.int32), logits.view(torch.int32))
     assert torch.equal(alone.isnan(), loss.isnan()) and torch.equal(alone.nan_to_num(), loss.nan_to_num())
     return loss, gradient
