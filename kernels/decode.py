@@ -16,6 +16,8 @@ result has the same bits in a batch of any size, at any place in it: the order o
 the number of positions that the cache has room for. Nothing here is differentiable.
 """
 
+from types import SimpleNamespace
+
 import triton
 import triton.language as tl
 
@@ -24,6 +26,7 @@ from kernels.launch import tile_width
 POSITIONS_PER_SPLIT, MAX_SPLITS = 128, 32  # 32 ranges and 8 key/value heads fill the 132 multiprocessors of an H100
 MEAN_BLOCK = tl.constexpr(2048)  # columns of x that are read at once for LayerNorm's mean
 MAX_HEADS_PER_PROGRAM = 8
+NO_NORM = SimpleNamespace(kind=None, weight=None, bias=None, eps=0.0)
 LOWEST = tl.constexpr(-1e30)  # the maximum of no score: finite, so that the difference of two of them is not NaN
 
 
@@ -279,11 +282,12 @@ def product_geometry(rows: int, width: int) -> dict[str, int]:
     return {"ROWS": 4, "BLOCK": min(256 * warps, tile_width(width)), "num_warps": warps}
 
 
-def launch_product(kernel, tensors, weight, outputs, **options):
-    """Launch a kernel that multiplies by weight (N, width). outputs: N, or for gate and up half of it."""
+def launch_product(kernel, x, norm, weight, others, outputs, **options):
+    """Launch a kernel that multiplies norm(x) by weight (N, width). outputs: N, or for gate and up half of it."""
     geometry = product_geometry(*weight.shape)
+    options |= {"eps": norm.eps, "KIND": norm.kind, "SEQUENCES": len(x)} | geometry
     grid = (triton.cdiv(len(weight), geometry["ROWS"]),)
-    kernel[grid](*tensors, outputs, weight.shape[1], **options, **geometry)
+    kernel[grid](x, norm.weight, norm.bias, weight, *others, outputs, weight.shape[1], **options)
 
 
 def qkv(s, norm, weight, bias, out):
@@ -291,9 +295,7 @@ def qkv(s, norm, weight, bias, out):
 
     norm: an object with `kind`, "rms" or "layer"; `weight` and `bias`, each (D,) or None; and `eps`.
     """
-    tensors = s, norm.weight, norm.bias, weight, bias, out
-    options = {"eps": norm.eps, "KIND": norm.kind, "ADDS": False, "SEQUENCES": len(s)}
-    launch_product(decode_product_kernel, tensors, weight, len(weight), **options)
+    launch_product(decode_product_kernel, s, norm, weight, (bias, out), len(weight), ADDS=False)
 
 
 def attention(packed, head_norm_weights, eps, tables, position, padding, keys, values, partials, out):
@@ -323,12 +325,9 @@ def attention(packed, head_norm_weights, eps, tables, position, padding, keys, v
 
 def project(x, weight, s):
     """s (B, D) += W x, of x (B, N) and weight (D, N)."""
-    options = {"eps": 0.0, "KIND": None, "ADDS": True, "SEQUENCES": len(x)}
-    launch_product(decode_product_kernel, (x, None, None, weight, None, s), weight, len(weight), **options)
+    launch_product(decode_product_kernel, x, NO_NORM, weight, (None, s), len(weight), ADDS=True)
 
 
 def gate_up(s, norm, weight, hidden):
     """Fill hidden (B, F) from the stream s (B, D) and the packed weight (2F, D). norm: as for `qkv`."""
-    tensors = s, norm.weight, norm.bias, weight, hidden
-    options = {"eps": norm.eps, "KIND": norm.kind, "SEQUENCES": len(s)}
-    launch_product(decode_gate_up_kernel, tensors, weight, hidden.shape[1], **options)
+    launch_product(decode_gate_up_kernel, s, norm, weight, (hidden,), hidden.shape[1])
