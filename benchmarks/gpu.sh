@@ -39,20 +39,20 @@ training=("$python" -m benchmarks.training) kernels=("$python" -m benchmarks.ker
 decoding=("$python" -m benchmarks.decoding --dtypes bfloat16)
 decoding+=(--programs transformers "transformers and torch.compile" "plain decoder" ours)
 tests=("$python" -m pytest -o addopts=--import-mode=importlib --tb=line -v tests/kernels)
-ours="Triton and torch.compile"
+fastest="Triton and torch.compile"
 
 step smoke "${tests[@]}" -m smoke
 step train-rms "${train[@]}" "$scratch/rms" --norm rms
 step train-layer "${train[@]}" "$scratch/layer" --norm layer
 step 124m-rms "${training[@]}" --config 124m --norms rms \
-    --variants "$ours" torch.compile "transformers and torch.compile"
-step 124m-layer "${training[@]}" --config 124m --norms layer --variants "$ours" torch.compile
+    --variants "$fastest" torch.compile "transformers and torch.compile"
+step 124m-layer "${training[@]}" --config 124m --norms layer --variants "$fastest" torch.compile
 step decoding-124m "${decoding[@]}" --shapes 124m --sequences 1 8 --prompts 128
 step decoding-1b "${decoding[@]}" --shapes 1b --sequences 1 8 --prompts 128
 step decoding-1b-4000 "${decoding[@]}" --shapes 1b --sequences 1 4 8 --prompts 4000
-step 1b-rms "${training[@]}" --config 1b --norms rms --variants "$ours" # two variants or norms may need too much memory
+step 1b-rms "${training[@]}" --config 1b --norms rms --variants "$fastest" # two variants or norms may need too much memory
 step 1b-plain "${training[@]}" --config 1b --norms rms --variants torch.compile
-step 1b-layer "${training[@]}" --config 1b --norms layer --variants "$ours"
+step 1b-layer "${training[@]}" --config 1b --norms layer --variants "$fastest"
 step norms "${kernels[@]}" --only '^(rms|layer) norm' # alone: after an illegal access a process cannot use the GPU
 step loss "${kernels[@]}" --only '^head and loss'
 step swiglu "${kernels[@]}" --only '^SwiGLU'

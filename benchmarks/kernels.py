@@ -24,7 +24,7 @@ from model.device import keep_freed_memory
 from model.machine import device_name
 
 BF16 = torch.bfloat16
-TURNS = 5
+BEYOND_CACHE = 256e6  # bytes, more than a GPU's cache holds: of inputs that take turns, but not those of products
 OURS, REFERENCE, COMPILED, PYTORCH = "ours", "reference", "torch.compile", "PyTorch's function"
 REPEATS, REPEATS_OF_PRODUCTS = 10, 2  # calls in a turn; products take milliseconds and vary less
 # Shapes by device: large ones on a GPU, those of configs/tiny.toml and small.toml on a CPU.
@@ -113,8 +113,8 @@ def rotary_case(device: torch.device, tokens: int, heads: int, kv_heads: int, wi
     def call(module, qkv, cos, sin, *weights):
         return module.rotary(qkv, cos, sin, heads, kv_heads, *weights, 1e-6)
 
-    # Forward: q and k alone, although ours also copies v (see `kernels.rope`). Backward: the
-    # gradients of q, k and v become packed ones; with the norms, q and k are read again.
+    # Forward: q and k alone, although ours also copies v (see `kernels.rope`). Backward: the gradients of q, k and v
+    # become packed ones; with the norms, q and k are read again.
     size = BF16.itemsize * tokens * width
     rotated, packed = size * (heads + kv_heads), size * (heads + 2 * kv_heads)
     moved = (2 * rotated, 2 * packed + rotated if normed else 2 * packed)
@@ -129,13 +129,7 @@ def loss_case(device: torch.device, rows: int, hidden: int, vocabulary: int) -> 
         x, weight = random(device, rows, hidden), random(device, vocabulary, hidden, mean=0.0, std=hidden**-0.5)
         return x, weight, torch.randint(vocabulary, (rows,), device=device), torch.tensor(1 / rows, device=device)
 
-    def weighted_sum(x, weight, targets, mean):
-        return (kernels.linear_cross_entropy(x, weight, targets, token_weight=mean),)
-
-    def all_logits(x, weight, targets, _):
-        return (reference.linear_cross_entropy(x, weight, targets).mean(),)
-
-    variants = {OURS: weighted_sum, REFERENCE: all_logits, COMPILED: torch.compile(all_logits)}
+    variants = by_all(device, lambda module, *inputs: (module.linear_cross_entropy(*inputs),))
     if hasattr(F, "linear_cross_entropy"):  # from torch 2.13 on
         variants[PYTORCH] = lambda x, weight, targets, _: (F.linear_cross_entropy(x, weight, targets),)
     name = f"head and loss, {rows} x {hidden}, vocabulary {vocabulary}"
@@ -158,21 +152,19 @@ def make_blocks(variant: Callable, sets: list[tuple], device: torch.device, repe
 
 def compare(case: Case, device: torch.device) -> timing.Table:
     """Measure a case and print its table; the limit is torch's copy of as many bytes, or its product."""
-    size = sum(x.nbytes for x in case.make() if x is not None)
-    # Inputs that take turns; on a GPU they exceed its cache together, but for products, which memory does not limit.
-    count = math.ceil(timing.BEYOND_CACHE / size) if device.type == "cuda" else 2
-    repeats = max(REPEATS, count)
     if case.flops:
         count = repeats = REPEATS_OF_PRODUCTS
-    sets = [case.make() for _ in range(count)]
+        work, limit = {"both": case.flops}, partial(timing.multiplying, device, BF16)
+    else:
+        size = sum(x.nbytes for x in case.make() if x is not None)
+        count = math.ceil(BEYOND_CACHE / size) if device.type == "cuda" else 2
+        repeats = max(REPEATS, count)
+        forward, backward = case.moved
+        work = {"forward": forward, "backward": backward, "both": forward + backward}
+        limit = partial(timing.copying, device)
+    sets = [case.make() for _ in range(count)]  # of inputs, which take turns
     makers = {name: partial(make_blocks, call, sets, device, repeats) for name, call in case.variants.items()}
-    forward, backward = case.moved
-    work = {"forward": forward, "backward": backward, "both": forward + backward}
-    limit = partial(timing.copying, device)
-    if case.flops:
-        work = {"both": case.flops}
-        limit = partial(timing.multiplying, device, BF16)
-    return timing.compare(case.name, makers, work, limit, TURNS)
+    return timing.compare(case.name, makers, work, limit, turns=5)
 
 
 def measure(only: str = "") -> list[timing.Table]:

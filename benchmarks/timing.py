@@ -21,7 +21,6 @@ from errors import UserError, exit_on_user_error
 from flags import call_with_flags
 from model.machine import device_model, machine
 
-BEYOND_CACHE = 256e6  # bytes, more than a GPU's cache holds
 PAUSE = 20_000_000  # cycles of a GPU, about 11 ms, in which the host queues the calls to time
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
 READ_BYTES = 2**30  # more than a server's cache holds
@@ -48,8 +47,7 @@ def measure(makers: dict[str, Maker], turns: int) -> tuple[dict[str, dict[str, l
 
     Item i of every list is from turn i. Before the first turn every block runs once, to compile and to fill caches.
     """
-    programs = {}
-    failures = {}
+    programs, failures = {}, {}
     for name, make in makers.items():
         print("preparing", name, file=sys.stderr, flush=True)
         try:
@@ -133,8 +131,7 @@ class Table:
 
     def rows(self) -> list[dict[str, str]]:
         """Medians of each program, and its speed relative to the first one's in the last section: the median and the
-        range of the ratios within turns.
-        """
+        range of the ratios within turns."""
         rows = []
         first = next(iter(self.seconds), "")
         for program, sections in self.seconds.items():
@@ -190,8 +187,7 @@ def run(measure: Callable[..., list[Table]], program: str) -> None:
 
 
 def finish(tables: list[Table]) -> int:
-    """Print the record of a benchmark, unless to a terminal; the exit status, 1 if something did not run. `UserError`
-    if nothing was asked for."""
+    """Print the record, unless to a terminal; the exit status, 1 if something did not run. `UserError`: no results."""
     if not any(table.seconds or table.not_run for table in tables):
         raise UserError("nothing was measured; ask for a program that runs with the other flags.")
     if not sys.stdout.isatty():
