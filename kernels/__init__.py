@@ -31,11 +31,9 @@ _choice = "auto"
 
 
 def use(choice: str, device: torch.device) -> None:
-    """Choose the implementation for this process: `triton`, `torch`, or `auto`, Triton wherever a GPU can run it.
-
-    `torch` is plain PyTorch, on a CPU with the functions of `cpu`; `reference` is without them. Raises `UserError` for
-    `triton` where it does not run on the device.
-    """
+    """Choose the implementation for this process. `torch`: plain PyTorch, on a CPU with the functions of `cpu`;
+    `reference`: without them; `auto`: Triton wherever a GPU can run it, else `torch`; `triton`: `UserError` where it
+    does not run on the device."""
     global _choice
     if choice == "triton" and (reason := triton_unavailable_reason(device)) is not None:
         raise UserError(f"the Triton kernels cannot run on {device.type}: {reason}; use --kernels auto.")
@@ -69,15 +67,13 @@ def cached_unavailable_reason(device: torch.device) -> str | None:
 
 def choose(device: torch.device) -> tuple[ModuleType, str]:
     """The module whose functions run on a device, as `use` chose, and what it is in a few words."""
-    if _choice == "reference":
-        return reference, "plain PyTorch"
-    if device.type == "cpu" and _choice != "triton":
+    if device.type == "cpu" and _choice in ("auto", "torch"):
         if cpu is None:
             return reference, "plain PyTorch (without Numba)"
         if torch.compiler.is_compiling():  # it fuses itself what `cpu` does in one pass
             return reference, "plain PyTorch"
         return cpu, "plain PyTorch with CPU functions"
-    if _choice == "torch":
+    if _choice in ("torch", "reference"):
         return reference, "plain PyTorch"
     reason = triton_unavailable_reason(device)
     if reason is not None:
@@ -90,11 +86,8 @@ def implementation(device: torch.device) -> ModuleType:
 
 
 def compile_model(model: Callable) -> Callable:
-    """torch.compile without graph breaks.
-
-    For its log torch 2.11 formats the arguments of each operator of ours, a text that doubles with each layer: the
-    operator's name replaces it. torch 2.13 formats it only if the log is on.
-    """
+    """torch.compile without graph breaks. In torch 2.11 the name of an operator of ours replaces a text for a log, its
+    arguments, which doubles with each layer; torch 2.13 formats it only if the log is on."""
     from torch._inductor.exc import OperatorIssue
 
     OperatorIssue.operator_str = staticmethod(lambda target, args, kwargs: str(target))

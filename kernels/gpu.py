@@ -12,7 +12,6 @@ from kernels.norm import normalize
 from kernels.reference import attention, linear  # torch's kernels for them (FlashAttention, cuDNN, cuBLAS) are fast
 from kernels.rope import rotary
 
-home = os.environ.get("TRITON_HOME", os.path.expanduser("~"))  # of Triton's cache, without which it cannot compile
-if "TRITON_CACHE_DIR" not in os.environ and not os.access(home, os.W_OK):
-    os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
+if "TRITON_CACHE_DIR" not in os.environ and not os.access(triton.knobs.cache.home_dir, os.W_OK):
+    os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()  # without a cache, Triton cannot compile
 INTERPRETED = triton.knobs.runtime.interpret  # read when the kernels above were decorated

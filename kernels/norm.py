@@ -208,8 +208,7 @@ class TritonNorm(torch.autograd.Function):
     def backward(ctx, dy, ds):
         """x and residual share one gradient."""
         s, weight, bias, statistics = ctx.saved_tensors
-        if dy is None:
-            dy = torch.zeros_like(s)
+        dy = torch.zeros_like(s) if dy is None else dy
         needs_dweight, needs_dbias = ctx.needs_input_grad[2:4]
         ds = ds if ctx.has_residual else None
         dx, sums = norm_backward(dy, ds, s, weight, statistics, ctx.kind, needs_dweight, needs_dbias)

@@ -60,8 +60,7 @@ def locate_tokens(block, length, TOKENS: tl.constexpr):
 
 @triton.jit
 def locate_heads(tile, H: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr):
-    """Whether the heads of a tile are of q, whether they are of q or k, and each one's place (1, HEADS, 1): in a packed
-    row, and among those of q, of k or of v."""
+    """Whether a tile's heads are of q, or of q or k; their places (1, HEADS, 1) in a row of qkv, and in q, k or v."""
     is_q, is_rotated = tile < H // HEADS, tile < (H + K) // HEADS
     packed_head = tile * HEADS + tl.arange(0, HEADS)[None, :, None]
     return is_q, is_rotated, packed_head, packed_head - tl.where(is_q, 0, tl.where(is_rotated, H, H + K))

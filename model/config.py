@@ -111,9 +111,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        width = self.hidden_size
-        heads = self.num_attention_heads
-        kv_heads = self.num_key_value_heads
+        width, heads, kv_heads = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
             raise UserError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
         if self.head_dim is None and width % heads:
@@ -125,11 +123,11 @@ class ModelConfig:
         if not GATED[self.mlp] and self.intermediate_size % 2:
             raise UserError(f"intermediate_size {self.intermediate_size} must be even for --mlp {self.mlp}.")
         if self.rope_scaling is not None:
-            for key in ROPE_SCALING[self.rope_scaling["rope_type"]]:
+            kind = self.rope_scaling["rope_type"]
+            for key in ROPE_SCALING[kind]:
                 value = self.rope_scaling.get(key)
                 if type(value) not in (int, float) or not 0 < value < 1e9:  # attention scores grow with its square
                     raise UserError(f"rope_scaling has {key} {value!r} and needs a number above 0 and below 1e9.")
-            kind = self.rope_scaling["rope_type"]
             if kind == "llama3" and self.rope_scaling["high_freq_factor"] <= self.rope_scaling["low_freq_factor"]:
                 raise UserError("rope_type llama3 needs a high_freq_factor above low_freq_factor.")
             if kind == "yarn" and not isinstance(self.rope_scaling.get("truncate"), bool):
@@ -147,8 +145,7 @@ class ModelConfig:
 
     @property
     def mlp_width(self) -> int:
-        """Width inside the MLP: without a gate, 3/2 of intermediate_size give as many parameters."""
-        return self.intermediate_size if GATED[self.mlp] else self.intermediate_size * 3 // 2
+        return self.intermediate_size if GATED[self.mlp] else self.intermediate_size * 3 // 2  # as many parameters
 
     @property
     def is_plain(self) -> bool:

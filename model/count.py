@@ -23,7 +23,7 @@ def num_norm_parameters(config: ModelConfig) -> int:
 
 
 def inner_widths(config: ModelConfig) -> list[int]:
-    """The side that is not hidden_size wide of each matrix in a layer: q, k, v, o, then gate (if there is one), up, down."""
+    """The side of each matrix in a layer that is not hidden_size wide: of q, k, v, o; gate, if it has one, up, down."""
     q, k, v = config.packed_matrices["qkv_proj"].values()
     return [q, k, v, q, *[config.mlp_width] * (3 if GATED[config.mlp] else 2)]
 

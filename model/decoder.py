@@ -145,8 +145,7 @@ class Decoder(nn.Module):
             x, _ = self.norm(x, residual)
         if targets is None:
             return self.head(x).float()
-        inputs = x.flatten(0, 1), self.head.weight, targets.flatten()
-        losses = kernels.linear_cross_entropy(*inputs, token_weight)
+        losses = kernels.linear_cross_entropy(x.flatten(0, 1), self.head.weight, targets.flatten(), token_weight)
         return losses.view_as(targets) if token_weight is None else losses
 
 
@@ -186,8 +185,7 @@ def attend_to_previous_token(decoder: Decoder) -> None:
     head_dim = decoder.config.resolved_head_dim
     attention = decoder.layers[0].self_attn
     biases = attention.qkv_proj.bias.view(-1, 2, head_dim // 2)[..., :6]  # (H + 2K, 2, 6 pairs or all of a narrow head)
-    cos = decoder.rope.cos[1, :6]
-    sin = decoder.rope.sin[1, :6]
+    cos, sin = decoder.rope.cos[1, :6], decoder.rope.sin[1, :6]
     a = (4.0 * math.sqrt(head_dim) / (1 - cos).sum()).sqrt()
     biases[0] = torch.stack((a * cos, -a * sin))  # the first head of q
     biases[attention.heads, 0] = a  # the first head of k

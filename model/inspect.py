@@ -46,8 +46,7 @@ class Inspection:
 def inspect(decoder: Decoder, ids: Sequence[int]) -> Inspection:
     """Measure one forward pass over 1 to `MAX_TOKENS` ids; `UserError` for any other number of them."""
     names = {module: name for name, module in decoder.named_modules()}
-    norms = []
-    measured = {}
+    norms, measured = [], {}
 
     def record(fields: dict[str, Tensor]) -> None:
         for field, tensor in fields.items():

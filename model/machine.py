@@ -9,9 +9,9 @@ import torch
 
 def device_name(device: torch.device) -> str:
     """A name to print: the GPU's model, or the number of threads on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU (threads: {torch.get_num_threads()})" if device.type == "cpu" else device.type.upper()
+    if device.type == "cpu":
+        return f"CPU (threads: {torch.get_num_threads()})"
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type.upper()
 
 
 def device_model(name: str) -> str:

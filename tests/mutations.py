@@ -59,8 +59,8 @@ TABLE = r"""
 + "to_previous": F.pad(weights.diagonal(-1, 1, 2), (0, 1)),
 ! model/test_inspect.py::test_figures_are_those_of_hidden_states_and_attentions_in_transformers[Qwen2]
 @ model/config.py
-- "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
-+ "qkv_proj": {"q_proj": q, "v_proj": kv, "k_proj": kv},
+- packed = {"qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv}}
++ packed = {"qkv_proj": {"q_proj": q, "v_proj": kv, "k_proj": kv}}
 ! checkpoints/test_transformers.py::test_a_saved_model_has_equal_logits_in_transformers_and_is_read_back_bit_equal
 @ model/decoder.py
 - x, residual = self.post_attention_layernorm(x, residual)
