@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import kernels
 from ablation.plan import replace_settings
 from benchmarks import timing
-from benchmarks.decoding import TRANSFORMERS, transformers_model
+from benchmarks.decoding import COMPILED, TRANSFORMERS, transformers_model
 from model.config import ModelConfig
 from model.count import flops_per_token
 from model.decoder import Decoder
@@ -38,7 +38,7 @@ VARIANTS = {
     "Triton": Variant("triton"),
     "Triton and torch.compile": Variant("triton", compiled=True),
     TRANSFORMERS: Variant(None),
-    f"{TRANSFORMERS} and torch.compile": Variant(None, compiled=True),
+    COMPILED: Variant(None, compiled=True),
 }
 
 

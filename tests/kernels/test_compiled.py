@@ -63,8 +63,7 @@ pretend("sm_90")
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
     for vocabulary in (61, 6401, 50304, 131072):
         logits = cross_entropy.allocate_logits(16, vocabulary, torch.empty(0, dtype=dtype))[:, :vocabulary]
-        arguments = logits, torch.zeros(16).long(), torch.ones(16)
-        cross_entropy.cross_entropy(*arguments, gradient=True)
+        cross_entropy.cross_entropy(logits, torch.zeros(16).long(), torch.ones(16), gradient=True)
 print(json.dumps([kernel.asm["ttgir"] for kernel in compiled_kernels()]))
 """
     codes = run_compiled("-c", script)

@@ -58,6 +58,7 @@ def test_a_new_adapter_changes_nothing_and_is_a_function_of_the_seed(make_decode
     plain, first, other = make_decoder(**changes), *(add_lora(make_decoder(**changes), fields, seed=s) for s in (1, 2))
     assert relative(first(tokens), plain(tokens)) <= LOGITS
     assert sum(parameter.numel() for parameter in learning(first).values()) == adapter_parameters(first.config, rank=4)
+    assert first.config.packed_matrices.keys() <= {name.split(".")[-3] for name in learning(first)}
     for name, parameter in learning(first).items():
         if ".lora_A." in name:
             bound = 1 / math.sqrt(parameter.shape[1])
