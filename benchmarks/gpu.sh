@@ -17,7 +17,7 @@ trap 'kill $! 2> /dev/null; rm -rf "$scratch"' EXIT
 export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 # at its time limit, a step says where it was
 
 step() { # NAME COMMAND...
-    local name=$1 result=$out/$1-$machine.json
+    local last name=$1 result=$out/$1-$machine.json
     shift
     if [[ -n $chosen && " $chosen " != *" $name "* ]]; then return; fi
     steps+=("$name")
@@ -25,7 +25,8 @@ step() { # NAME COMMAND...
     echo "== $name, after $SECONDS s: $*"
     if timeout --signal=ABRT --kill-after=10 600 "$@" | tee "$scratch/output"; then
         if ! tail -n 1 "$scratch/output" | grep '^{' > "$scratch/json"; then
-            printf '{"passed": "%s"}\n' "$(tail -n 3 "$scratch/output" | tr -d '\\"\t' | paste -sd ';')" > "$scratch/json"
+            last=$(tail -n 3 "$scratch/output" | tr -d '\\"\t' | paste -sd ';')
+            printf '{"passed": "%s"}\n' "$last" > "$scratch/json"
         fi
         cp "$scratch/json" "$result"
     else
@@ -39,20 +40,20 @@ training=("$python" -m benchmarks.training) kernels=("$python" -m benchmarks.ker
 decoding=("$python" -m benchmarks.decoding --dtypes bfloat16)
 decoding+=(--programs transformers "transformers and torch.compile" "plain decoder" ours)
 tests=("$python" -m pytest -o addopts=--import-mode=importlib --tb=line -v tests/kernels)
-fastest="Triton and torch.compile"
+triton="Triton and torch.compile"
 
 step smoke "${tests[@]}" -m smoke
 step train-rms "${train[@]}" "$scratch/rms" --norm rms
 step train-layer "${train[@]}" "$scratch/layer" --norm layer
 step 124m-rms "${training[@]}" --config 124m --norms rms \
-    --variants "$fastest" torch.compile "transformers and torch.compile"
-step 124m-layer "${training[@]}" --config 124m --norms layer --variants "$fastest" torch.compile
+    --variants "$triton" torch.compile "transformers and torch.compile"
+step 124m-layer "${training[@]}" --config 124m --norms layer --variants "$triton" torch.compile
 step decoding-124m "${decoding[@]}" --shapes 124m --sequences 1 8 --prompts 128
 step decoding-1b "${decoding[@]}" --shapes 1b --sequences 1 8 --prompts 128
 step decoding-1b-4000 "${decoding[@]}" --shapes 1b --sequences 1 4 8 --prompts 4000
-step 1b-rms "${training[@]}" --config 1b --norms rms --variants "$fastest" # two variants or norms may need too much memory
+step 1b-rms "${training[@]}" --config 1b --norms rms --variants "$triton" # two variants may need too much memory
 step 1b-plain "${training[@]}" --config 1b --norms rms --variants torch.compile
-step 1b-layer "${training[@]}" --config 1b --norms layer --variants "$fastest"
+step 1b-layer "${training[@]}" --config 1b --norms layer --variants "$triton"
 step norms "${kernels[@]}" --only '^(rms|layer) norm' # alone: after an illegal access a process cannot use the GPU
 step loss "${kernels[@]}" --only '^head and loss'
 step swiglu "${kernels[@]}" --only '^SwiGLU'

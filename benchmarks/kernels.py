@@ -24,7 +24,7 @@ from model.device import keep_freed_memory
 from model.machine import device_name
 
 BF16 = torch.bfloat16
-BEYOND_CACHE = 256e6  # bytes, more than a GPU's cache holds: of inputs that take turns, but not those of products
+BEYOND_CACHE = 256e6  # bytes of inputs that take turns, more than a GPU's cache holds; memory does not limit products
 OURS, REFERENCE, COMPILED, PYTORCH = "ours", "reference", "torch.compile", "PyTorch's function"
 REPEATS, REPEATS_OF_PRODUCTS = 10, 2  # calls in a turn; products take milliseconds and vary less
 # Shapes by device: large ones on a GPU, those of configs/tiny.toml and small.toml on a CPU.

@@ -187,7 +187,7 @@ def run(measure: Callable[..., list[Table]], program: str) -> None:
 
 
 def finish(tables: list[Table]) -> int:
-    """Print the record, unless to a terminal; the exit status, 1 if something did not run. `UserError`: no results."""
+    """Print the record unless to a terminal; the exit status, 1 if something did not run. `UserError` for no tables."""
     if not any(table.seconds or table.not_run for table in tables):
         raise UserError("nothing was measured; ask for a program that runs with the other flags.")
     if not sys.stdout.isatty():

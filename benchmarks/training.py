@@ -120,8 +120,8 @@ def measure(
         config: A name in configs/.
         variants: By default those of this device without transformers.
     """
-    fastest = "triton" if timing.default_device().type == "cuda" else "torch"
-    usual = [name for name, variant in VARIANTS.items() if variant.kernels in ("reference", fastest)]
+    choice = "triton" if timing.default_device().type == "cuda" else "torch"
+    usual = [name for name, variant in VARIANTS.items() if variant.kernels in ("reference", choice)]
     return [compare(config, {"dtype": dtype}, norms, variants or usual) for dtype in dtypes]
 
 

@@ -142,7 +142,7 @@ def predict(decoder: Decoder, x: Tensor, residual: Tensor | None) -> dict[str, T
 
 
 def without_mean(norm: Norm, s: Tensor) -> Tensor:
-    """The mean of each row is subtracted before the norm; LayerNorm and `center`, which subtract it, no longer do."""
+    """The mean of each row is subtracted before the norm; LayerNorm and `center` no longer subtract it themselves."""
     if norm.name == "layer":
         norm.kind = "rms"
     elif norm.name == "center":
