@@ -160,10 +160,8 @@ def llama2c(case: Case) -> timing.Blocks:
 
 
 def llama_cpp(case: Case) -> timing.Blocks:
-    """llama.cpp's server in this process, with a file that `contrib.gguf` wrote; all sequences are asked for at once.
-
-    Its settings are its own, except for the number of threads, which is torch's.
-    """
+    """llama.cpp's server in this process, with a file that `contrib.gguf` wrote and as many threads as torch; all other
+    settings are its own. All sequences are asked for at once."""
     import xllamacpp
 
     from contrib.gguf_file import write_gguf

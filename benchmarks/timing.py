@@ -130,8 +130,7 @@ class Table:
         return ", ".join(f"{limit / medians[section]:.0%}" for section, limit in self.limits.items())
 
     def rows(self) -> list[dict[str, str]]:
-        """Medians of each program, and its speed relative to the first one's in the last section: the median and the
-        range of the ratios within turns."""
+        """Medians of each program, and of its last section the speed relative to the first program's, within turns."""
         rows = []
         first = next(iter(self.seconds), "")
         for program, sections in self.seconds.items():

@@ -234,8 +234,7 @@ def attention(q, k, v, mask=None):
     The price is one more rounding: scores are bfloat16 before the softmax (relative error 3.3e-3 instead of 2.0e-3).
     """
     batch, heads, length, width = q.shape
-    has_cache = k.shape[2] > length
-    if has_cache or not keeps_probabilities(q.dtype, length, width):
+    if k.shape[2] > length or not keeps_probabilities(q.dtype, length, width):  # more keys than queries: a cache
         return reference.attention(q, k, v, mask)
     groups = heads // k.shape[1]
     if mask is None:  # (G T, T)

@@ -190,11 +190,10 @@ def backward_geometry(block: int, rows: int, device: torch.device) -> tuple[int,
 
 
 class TritonNorm(torch.autograd.Function):
-    """See `normalize`. Returns y and s, which is empty without a residual."""
+    """See `normalize`. Returns y and s, empty without a residual; keeps s (or x) and the statistics of each row."""
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, kind, eps):
-        """Keeps s (x without a residual) and the one or two statistics of each row for the backward pass."""
         y, s, statistics = norm_forward(x, residual, weight, bias, kind, eps)
         ctx.save_for_backward(x if residual is None else s, weight, bias, statistics)
         ctx.kind, ctx.has_residual = kind, residual is not None
