@@ -5,6 +5,7 @@ decoding uses those that follow a drafted token only if it takes this token itse
 (Leviathan et al. 2023, arXiv 2211.17192, at temperature 0). No second model is needed.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,45 +25,53 @@ class DraftedStep:
     def __init__(self, step: "CpuDecodeStep", prompt: Sequence[int]):
         self.step, self.cache = step, step.cache
         self.text: list[int] = []
-        self.ends: dict[tuple[int, ...], int] = {}  # for the n-grams of the text: where the last one ends
-        self.end = 0  # where the last tokens of the text occurred before: the end of them, else that of the text
-        self.draft: list[int] = []  # tokens that are computed, but not in the text yet
-        self.logits = torch.empty(0)  # (1, 1 + len(draft), V) after the last token and after the drafted ones
-        self.accepted = 0  # tokens of the last draft that are in the text
-        self.limit = 0  # tokens of the next draft
+        self.last_ends: dict[tuple[int, ...], int] = {}  # for the n-grams of the text: where the last one ends
+        self.match_end = 0  # where the last tokens of the text ended before; the length of the text if nowhere
+        self.draft: list[int] = []
+        self.accepted = 0  # tokens of the draft that are in the text
+        self.logits = torch.empty(0)  # (1, 1 + len(draft), V) after the token before the draft, and after each of it
+        self.draft_length = 1  # of the next draft
         for token in prompt:
             self.append(token)
 
     def append(self, token: int) -> None:
-        """Add a token to the text, and look up where its last tokens occurred before."""
-        if self.text[self.end : self.end + 1] == [token]:
-            self.limit = max(self.limit, 1)  # a draft would have been right
+        """Add a token to the text, and look up where its last tokens ended before."""
         self.text.append(token)
-        self.end = len(self.text)
+        self.match_end = len(self.text)
         for n in NGRAMS:
             ngram = tuple(self.text[-n:])
-            self.end = self.ends.get(ngram, self.end)
-            self.ends[ngram] = len(self.text)
+            self.match_end = self.last_ends.get(ngram, self.match_end)
+            self.last_ends[ngram] = len(self.text)
+
+    def continuation(self, length: int) -> list[int]:
+        """What followed the last tokens before. If the text ends there, it is assumed to repeat this part."""
+        followed = self.text[self.match_end : self.match_end + length]
+        return list(itertools.islice(itertools.cycle(followed), length))
+
+    def choose_length(self, token: int) -> None:
+        """Choose the length of the next draft, as the text continues with a token that is not drafted."""
+        if self.accepted < len(self.draft):
+            self.draft_length = self.accepted
+        elif self.draft:
+            self.draft_length = min(2 * self.accepted, MAX_DRAFT)
+        elif self.continuation(1) == [token]:
+            self.draft_length = 1  # a draft would have been right
 
     def __call__(self, tokens: Tensor, padding: None) -> Tensor:
         """Append a token (1, 1) int64 to the cache and return float32 logits (1, 1, V)."""
         [[token]] = tokens.tolist()
-        is_drafted = self.draft[:1] == [token]
-        if not is_drafted and (self.draft or self.accepted):
-            # The next draft is as long as the last one was right, or twice as long if all of it was.
-            self.limit = min(self.accepted if self.draft else 2 * self.accepted, MAX_DRAFT)
+        is_drafted = self.accepted < len(self.draft) and self.draft[self.accepted] == token
+        if not is_drafted:
+            self.choose_length(token)
         if self.cache.length == len(self.text):  # else it is the last token of the prompt
             self.append(token)
         if is_drafted:
-            del self.draft[0]
             self.accepted += 1
             self.cache.length += 1
-            self.logits = self.logits[:, 1:]
         else:
-            count = min(self.limit, self.cache.max_length - self.cache.length - 1)
-            followed = self.text[self.end : self.end + count]
-            self.draft = (followed * count)[:count]  # if the text ends there, it is assumed to repeat this part
+            room = self.cache.max_length - self.cache.length - 1
+            self.draft = self.continuation(min(self.draft_length, room))
             self.accepted = 0
             self.logits = self.step(torch.tensor([[token, *self.draft]]), padding)
             self.cache.length -= len(self.draft)
-        return self.logits[:, :1]
+        return self.logits[:, self.accepted : self.accepted + 1]
