@@ -11,7 +11,7 @@ from torch import Tensor
 from errors import UserError
 from generation.sampling import sample, sequence_generator
 from generation.settings import Sampling
-from generation.steps import decode_step
+from generation.steps import DecoderStep, decode_step
 from model.cache import KeyValueCache
 from model.decoder import Decoder
 from model.device import threads_for
@@ -34,8 +34,8 @@ class NewToken(NamedTuple):
 class PrefixCache:
     """Tokens of the last call of `generate`, in order, whose keys and values are in its cache.
 
-    The next call computes only what is new. It stays valid if a call is interrupted anywhere, but not if a call without
-    it comes in between.
+    The next call computes only what is new, if this one was interrupted, too. Give it to every call with a decoder, as
+    their caches may be the same memory; a call with several prompts empties it.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -102,8 +102,8 @@ def generate(
 
     Sequence i has its own random generator, seeded by (seed, sample_numbers[i]), by default (seed, 0). Its first token
     is one of `first_tokens[i]`, unless that is None or empty. Only ids below `vocab_size` are sampled: a model may have
-    more than its tokenizer. A prompt without room for one token is a `UserError`. A single prompt may have a `prefix`,
-    and at temperature 0 `drafts`, which change how long it takes, but no token and no logit.
+    more than its tokenizer. A prompt without room for one token is a `UserError`. For a single prompt a `prefix`, and
+    at temperature 0 `drafts`, change how long it takes, but no token and no logit.
     """
     config, device = decoder.config, decoder.embed_tokens.weight.device
     context = config.max_position_embeddings
@@ -111,7 +111,9 @@ def generate(
     last = max(map(max, prompts))
     if last >= config.vocab_size:
         raise UserError(f"the model has no embedding of token {last}; leave it out of the prompt or the chat template.")
-    assert prefix is None or len(prompts) == 1
+    if prefix is not None and len(prompts) > 1:
+        prefix.tokens, prefix.cache = [], None
+        prefix = None
     sampling = sampling or Sampling()
     vocab_size = min(vocab_size or config.vocab_size, config.vocab_size)
     generators = [sequence_generator(seed, number, device) for number in sample_numbers or [0] * len(prompts)]
@@ -120,24 +122,23 @@ def generate(
     ends: list[FinishReason | None] = [None] * len(prompts)
 
     tokens, padding = left_pad(prompts, device)
-    shape = len(prompts), tokens.shape[1] + max(limits)
+    ids = prompts[0]
+    positions = tokens.shape[1] + max(limits)
     with threads_for(decoder, len(prompts)):
         can_draft = drafts and len(prompts) == 1 and sampling.temperature == 0
-        step = decode_step(decoder, *shape, drafts_from=prompts[0] if can_draft else None)
+        step = decode_step(decoder, len(prompts), positions, drafts_from=ids if can_draft else None)
         cache = step.cache
-        ids = prompts[0]
+        prefill = DecoderStep(decoder, cache)
         if prefix is not None:
-            cached = prefix.move_to(cache, prompts[0])
-            tokens, ids = tokens[:, cached:], prompts[0][cached:]
+            cached = prefix.move_to(cache, ids)
+            tokens, ids = tokens[:, cached:], ids[cached:]
         for count in range(1, max(limits) + 1):
             if cache.length >= context:
                 # Only shorter, padded prompts still have room in the context. The sequences that have filled it are
                 # finished but still computed: more padding keeps their rotary positions below the context.
                 padding = padding.clamp(min=cache.length + 1 - context)
-            if tokens.shape[1] > 1:
-                logits = decoder(tokens, cache=cache, padding=padding, last_only=True)[:, -1, :vocab_size]
-            else:
-                logits = step(tokens, padding)[:, -1, :vocab_size]
+            compute = step if tokens.shape[1] == 1 else prefill
+            logits = compute(tokens, padding)[:, -1, :vocab_size]
             if prefix is not None:
                 prefix.tokens += ids
             tokens, ids = sampler.draw(logits)

@@ -153,7 +153,7 @@ def model_card(name: str, directory: Path, config: ModelConfig, tokenizer: Token
 
 
 class ServedModel:
-    """A checkpoint with its tokenizer, its chat template if it has one, and the keys and values of its last chat."""
+    """A checkpoint with its tokenizer, its chat template if it has one, and the keys and values of its last prompt."""
 
     def __init__(self, name: str, directory: Path, dtype: str = "auto", device: str = "auto"):
         checkpoint, self.tokenizer, self.eos_ids = open_model(directory)
@@ -278,12 +278,10 @@ class ServedModel:
         # The space at the end of such a prompt is a part of the first token, and not of the text.
         drop_first_space = bool(first_tokens) and not request.echo
         written = 0
-        if request.n > 1:
-            self.prefix = PrefixCache()
         tokens = generate(
             self.decoder, [ids] * request.n, max_new_tokens=request.max_tokens, sampling=request.sampling,
             seed=request.seed, sample_numbers=range(request.n), first_tokens=[first_tokens] * request.n,
-            eos_ids=eos_ids, vocab_size=self.vocab_size, prefix=self.prefix if request.n == 1 else None,
+            eos_ids=eos_ids, vocab_size=self.vocab_size, prefix=self.prefix,
         )  # fmt: skip
         for token in stream_texts(tokens, [*streams.values()]):
             choice = choices[token.sequence]
