@@ -18,6 +18,7 @@ from files import read_json
 from flags import Fraction, NonNegativeFloat, check_fields, optional
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+TEXT_TOKENS, CHAT_TOKENS = 200, 2048  # of a text and of an answer, at most, unless the user says how many
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class Settings:
 
     @property
     def token_limit(self) -> int:
-        default = 2048 if self.chat else 200
+        default = CHAT_TOKENS if self.chat else TEXT_TOKENS
         return default if self.max_new_tokens is None else self.max_new_tokens
 
 

@@ -17,7 +17,7 @@ from errors import UserError, reading
 from files import read_json, read_toml
 from generation.generate import NOT_FINITE, PrefixCache, check_prompts, generate
 from generation.load import load_decoder, open_model
-from generation.settings import Sampling, recommended_sampling
+from generation.settings import CHAT_TOKENS, TEXT_TOKENS, Sampling, recommended_sampling
 from generation.stream import TextStream, stream_texts
 from model.cache import KeyValueCache
 from model.config import ModelConfig
@@ -40,8 +40,6 @@ class Request(msgspec.Struct, kw_only=True):
     n: Annotated[int, Meta(ge=1, le=16)] = 1
     stop: str | Annotated[list[str], Meta(max_length=64)] = []
     seed: int = msgspec.field(default_factory=lambda: secrets.randbelow(1 << 31))
-    logprobs: bool | TopLogprobs = False
-    top_logprobs: TopLogprobs = 0
     stream: bool = False
     stream_options: dict = {}
     response_format: dict = {}
@@ -55,20 +53,23 @@ class Request(msgspec.Struct, kw_only=True):
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         return [text for text in stop if text]
 
-    @property
-    def wanted_top_logprobs(self) -> int | None:
-        """How many likeliest tokens are sent with each token and its logprob; None if no logprobs are wanted."""
-        return None if self.logprobs is False else self.top_logprobs
-
 
 class ChatRequest(Request, kw_only=True):
     messages: list[dict] = []
-    max_tokens: Annotated[int, Meta(ge=1)] = 2048
+    max_tokens: Annotated[int, Meta(ge=1)] = CHAT_TOKENS
+    logprobs: bool = False
+    top_logprobs: TopLogprobs = 0
+
+    @property
+    def wanted_top_logprobs(self) -> int | None:
+        """How many likeliest tokens are sent with each token and its logprob; None if no logprobs are wanted."""
+        return self.top_logprobs if self.logprobs else None
 
 
 class CompletionRequest(Request, kw_only=True):
-    max_tokens: Annotated[int, Meta(ge=0)] = 200
     prompt: str | list[str | int | list[int]] = ""
+    max_tokens: Annotated[int, Meta(ge=0)] = TEXT_TOKENS
+    logprobs: TopLogprobs | bool = False  # a number, of which 0 is not false; true counts as 1
     echo: bool = False
 
     def __post_init__(self) -> None:
@@ -116,24 +117,28 @@ def to_choices(request: Request, pieces: Sequence[Piece]) -> list[dict]:
         own_pieces = [piece for piece in pieces if piece.choice == index]
         text = "".join(piece.text for piece in own_pieces)
         tokens = [piece.token for piece in own_pieces if piece.token is not None]
-        has_logprobs = tokens or (request.wanted_top_logprobs is not None and not request.stream)
-        logprobs = {"content": tokens} if has_logprobs else None
-        choice = {"index": index, "finish_reason": own_pieces[-1].end, "logprobs": logprobs}
+        choice = {"index": index, "finish_reason": own_pieces[-1].end, "logprobs": None}
+        if tokens or (request.wanted_top_logprobs is not None and not request.stream):
+            choice["logprobs"] = {"content": tokens}
+            if isinstance(request, CompletionRequest):
+                choice["logprobs"] |= completion_logprobs(tokens)
         if isinstance(request, ChatRequest):
             role = {"role": "assistant"} if own_pieces[0].begins else {}  # clients join those of chunks
             choice["delta" if request.stream else "message"] = role | {"content": text}
         else:
             choice["text"] = text
-            if has_logprobs:
-                choice["logprobs"]["tokens"] = [token["token"] for token in tokens]
-                choice["logprobs"]["token_logprobs"] = [token["logprob"] for token in tokens]
-                # Of tokens with the same text, such as parts of characters, the likeliest remains.
-                listed = [[token, *reversed(token["top_logprobs"])] for token in tokens]
-                choice["logprobs"]["top_logprobs"] = [
-                    {t["token"]: t["logprob"] for t in top if t["logprob"] is not None} for top in listed
-                ]
         choices.append(choice)
     return choices
+
+
+def completion_logprobs(tokens: Sequence[dict]) -> dict[str, list]:
+    """The logprobs of tokens as OpenAI's completions have them. Of tokens with one text the likeliest is listed."""
+    listed = [[token, *reversed(token["top_logprobs"])] for token in tokens]
+    return {
+        "tokens": [token["token"] for token in tokens],
+        "token_logprobs": [token["logprob"] for token in tokens],
+        "top_logprobs": [{t["token"]: t["logprob"] for t in top if t["logprob"] is not None} for top in listed],
+    }
 
 
 def model_card(name: str, directory: Path, config: ModelConfig, tokenizer: Tokenizer, sampling: Sampling) -> dict:
@@ -274,9 +279,8 @@ class ServedModel:
     ) -> Generator[Piece, None, int]:  # fmt: skip
         """A sample for each choice, with its stream; returns the number of new tokens."""
         choices = [*streams]
-        prompt_length = len(streams[choices[0]].text)
         # The space at the end of such a prompt is a part of the first token, and not of the text.
-        drop_first_space = bool(first_tokens) and not request.echo
+        with_space = set(choices) if first_tokens and not request.echo else set()
         written = 0
         tokens = generate(
             self.decoder, [ids] * request.n, max_new_tokens=request.max_tokens, sampling=request.sampling,
@@ -286,8 +290,9 @@ class ServedModel:
         for token in stream_texts(tokens, [*streams.values()]):
             choice = choices[token.sequence]
             text = token.text
-            if drop_first_space and len(streams[choice].text) == prompt_length + len(text):  # its first text
+            if text and choice in with_space:
                 text = text.removeprefix(" ")
+                with_space.remove(choice)
             described = None
             if token.end != "eos":
                 written += 1
