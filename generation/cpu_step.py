@@ -13,7 +13,7 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from kernels.compiled import compiled, use_threads_of_torch, widen
+from kernels.compiled import compiled, to_array, use_threads_of_torch, widen
 from model.cache import KeyValueCache
 from model.decoder import Decoder, Layer
 from model.linear import Linear
@@ -86,7 +86,7 @@ def attend(qkv, keys, values, padding, position):
     batch, kv_heads, _, width = keys.shape
     rows, count = len(qkv), len(qkv) // batch
     heads = qkv.shape[1] // width - 2 * kv_heads
-    out = np.empty((rows, heads * width), np.float32)
+    out = np.zeros((rows, heads * width), np.float32)
     all_scores = np.empty((rows * heads, position + count), np.float32)
     for task in prange(rows * heads):
         row, h = task // heads, task % heads
@@ -103,15 +103,12 @@ def attend(qkv, keys, values, padding, position):
                 score += q[i] * keys[b, kv, s, i]
             scores[s] = score * np.float32(1 / math.sqrt(width))
             largest = max(largest, scores[s])
-        for i in range(width):
-            y[i] = 0
         for s in range(first, end):
             p = math.exp(scores[s] - largest)
             total += p
             for i in range(width):
                 y[i] += p * values[b, kv, s, i]
-        for i in range(width):
-            y[i] /= total
+        y /= total
     return out
 
 
@@ -125,17 +122,17 @@ def run_layer(layer, x, cos, sin, padding, position, is_layer_norm, eps):
     heads = qkv.shape[1] // width - 2 * kv_heads
     for row in range(rows):
         b, place = row // count, position + row % count
+        parts = qkv[row].reshape(-1, width)  # of q, k and v, a row for each head
+        q, k, v = parts[:heads], parts[heads : heads + kv_heads], parts[heads + kv_heads :]
+        if len(layer.head_norms):
+            q[:] = normalize(q, layer.head_norms[0], False, eps)
+            k[:] = normalize(k, layer.head_norms[1], False, eps)
         for h in range(heads + kv_heads):
-            head = qkv[row, h * width : (h + 1) * width]
-            if len(layer.head_norms):
-                normed = normalize(head.reshape(1, width), layer.head_norms[0 if h < heads else 1], False, eps)
-                for i in range(width):
-                    head[i] = normed[0, i]
-            rotate(head, cos[place - padding[b]], sin[place - padding[b]])
+            rotate(parts[h], cos[place - padding[b]], sin[place - padding[b]])
         for h in range(kv_heads):
             for i in range(width):
-                layer.keys[b, h, place, i] = qkv[row, (heads + h) * width + i]
-                layer.values[b, h, place, i] = qkv[row, (heads + kv_heads + h) * width + i]
+                layer.keys[b, h, place, i] = k[h, i]
+                layer.values[b, h, place, i] = v[h, i]
     add_product(x, layer.o, attend(qkv, layer.keys, layer.values, padding, position))
     gate_up = np.zeros((rows, len(layer.gate_up.bias)), np.float32)
     add_product(gate_up, layer.gate_up, normalize(x, layer.mlp_norm, is_layer_norm, eps))
@@ -150,19 +147,14 @@ def run_layer(layer, x, cos, sin, padding, position, is_layer_norm, eps):
 def weight_and_bias(weight: Tensor, bias: Tensor | None = None) -> np.ndarray:
     """The weight of a norm and its bias, or zeros: (2, D) float32."""
     bias = torch.zeros_like(weight) if bias is None else bias
-    return torch.stack([weight, bias]).detach().float().numpy()
+    return to_array(torch.stack([weight, bias]).float())
 
 
 def to_matrix(linear: Linear, dtype: torch.dtype) -> Matrix:
     """The matrix of a linear layer in `dtype`, or in int8 if `quantize_matrices` has made one."""
-    if linear.int8 is not None:
-        values, scales = linear.int8
-    else:
-        values, scales = linear.weight.detach().to(dtype), torch.ones(len(linear.weight))
-    if values.dtype == torch.bfloat16:
-        values = values.view(torch.uint16)
-    bias = torch.zeros(len(scales)) if linear.bias is None else linear.bias.detach().float()
-    return Matrix(values.numpy(), scales.numpy(), bias.numpy())
+    values, scales = linear.int8 or (linear.weight.to(dtype), torch.ones(len(linear.weight)))
+    bias = torch.zeros(len(scales)) if linear.bias is None else linear.bias.float()
+    return Matrix(to_array(values), to_array(scales), to_array(bias))
 
 
 def layer_weights(layer: Layer, keys: np.ndarray, values: np.ndarray, dtype: torch.dtype) -> LayerWeights:
