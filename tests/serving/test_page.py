@@ -163,7 +163,7 @@ def inspect(window, text: str) -> list[dict]:
     window.click("#go")
     for column in range(window.locator("section").count()):
         wait(window, "nats per token", column)
-    return window.evaluate("columns.map(column => column.inspection)")
+    return window.evaluate("columns.map(column => column.inside.inspection)")
 
 
 def strengths(window, table: int) -> list[list[float]]:
@@ -176,7 +176,7 @@ def strengths(window, table: int) -> list[list[float]]:
 
 def numbers(window, column: int) -> dict[str, str]:
     """What the page says of the chosen cell."""
-    rows = "[...columns[i].numbers.querySelector('table').rows]"
+    rows = "[...columns[i].inside.numbers.querySelector('table').rows]"
     return dict(window.evaluate(f"i => {rows}.map(row => [...row.cells].map(cell => cell.textContent))", column))
 
 
@@ -208,12 +208,12 @@ def test_two_models_are_inspected_with_one_scale_and_cells_chosen_by_click_and_k
             assert float(chance[:-1]) == pytest.approx(reply["chance"], rel=5e-3)
             assert float(bias) == pytest.approx(reply["bias"][3][2], rel=5e-3)
             assert told["loss of the next token"].endswith(f"{reply['losses'][1]:.3g} nats")
-            text = window.evaluate("i => columns[i].numbers.textContent", column)
+            text = window.evaluate("i => columns[i].inside.numbers.textContent", column)
             likeliest = reply["top_texts"][0][1][0].replace(" ", "␣")
             assert "def, layer 2 MLP" in text and f"after layer 1{likeliest}" in text
             assert window.locator("section").nth(column).locator(".token.chosen").inner_text() == "def"
         window.locator(".token").nth(2).focus()
-        assert "␣add, layer 2 MLP" in window.evaluate("columns[1].numbers.textContent")
+        assert "␣add, layer 2 MLP" in window.evaluate("columns[1].inside.numbers.textContent")
 
 
 def test_a_head_and_a_change_of_the_norms_color_the_text_and_a_long_text_is_refused(directories, open_page, tmp_path):
