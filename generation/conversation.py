@@ -83,17 +83,16 @@ class Conversation:
         """The messages and their ids; without the oldest turns if there is no room for an answer."""
         # An answer may need `max_new_tokens`, but at most half of the context is kept free for it.
         room = self.context - min(self.settings.token_limit, self.context // 2)
-        earlier_turns = len(messages) // 2
-        dropped = 0
-        prompt = self.chat.encode(messages)
-        while len(prompt) > room and len(messages) > 1:
-            messages = messages[2:]
-            dropped += 1
-            prompt = self.chat.encode(messages)
+        kept = messages
+        prompt = self.chat.encode(kept)
+        while len(prompt) > room and len(kept) > 1:
+            kept = kept[2:]
+            prompt = self.chat.encode(kept)
         check_prompts([prompt], self.context)
+        dropped = (len(messages) - len(kept)) // 2
         if dropped:
-            log(f"dropped the oldest {dropped} of {earlier_turns} turns: the context is {self.context} tokens")
-        return messages, prompt
+            log(f"dropped the oldest {dropped} of {len(messages) // 2} turns: the context is {self.context} tokens")
+        return kept, prompt
 
 
 def write(text: str) -> None:

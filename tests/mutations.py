@@ -139,8 +139,8 @@ TABLE = r"""
 + while count < min(len(self.tokens), len(prompt) - 1):
 ! generation/test_conversation.py::test_answers_are_those_of_a_fresh_cache_but_only_new_tokens_are_computed
 @ generation/conversation.py
-- while len(prompt) > room and len(messages) > 1:
-+ while len(prompt) > self.context and len(messages) > 1:
+- while len(prompt) > room and len(kept) > 1:
++ while len(prompt) > self.context and len(kept) > 1:
 ! generation/test_conversation.py::test_no_more_turns_are_dropped_than_the_answer_needs_room
 @ serving/answer.py
 - logprobs = following
