@@ -25,10 +25,10 @@ def open_model(
     checkpoint = open_checkpoint(*files)
     tokenizer = tokenizer or load_tokenizer(files.tokenizer)
     check_vocabulary(tokenizer, checkpoint.config.vocab_size)
-    return checkpoint, tokenizer, eos_ids(files, tokenizer.eos_id)
+    return checkpoint, tokenizer, find_eos_ids(files, tokenizer.eos_id)
 
 
-def eos_ids(files: ModelFiles, tokenizer_eos: int) -> frozenset[int]:
+def find_eos_ids(files: ModelFiles, tokenizer_eos: int) -> frozenset[int]:
     """All ids that end a text: the tokenizer's EOS, and those (of chat models several) that the model's files list."""
     for path in (files.generation_config, files.model / "config.json"):
         with reading(path):
@@ -61,14 +61,14 @@ def load_decoder(
 @explain_out_of_memory("out of memory; merge on a machine that has more.")
 def merge(directory: Path, adapter: str | None, new: Path) -> None:
     """Write a model with its adapter added, in the dtypes of its files, as the directory `new`."""
-    checkpoint, tokenizer, ends = open_model(directory, adapter)
+    checkpoint, tokenizer, eos_ids = open_model(directory, adapter)
     if new.exists():
         raise UserError(f"--merge {new} exists; give a new directory.")
     if checkpoint.adapter is None:
         raise UserError(f"--merge: {checkpoint.directory} is no adapter, and --adapter names none; nothing to merge.")
     decoder = load_pretrained(checkpoint)
     fields = read_json(ModelFiles(checkpoint.directory, checkpoint.adapter).generation_config)
-    fields["eos_token_id"] = [tokenizer.eos_id, *sorted(ends - {tokenizer.eos_id})]
+    fields["eos_token_id"] = [tokenizer.eos_id, *sorted(eos_ids - {tokenizer.eos_id})]
     new.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=new.parent) as folder:
         unfinished = Path(folder, new.name)

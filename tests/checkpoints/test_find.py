@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from checkpoints.find import find_checkpoint, find_files, newest_run
 from checkpoints.pretrained import load_pretrained, open_checkpoint, save_pretrained, unpacked_tensors
 from errors import UserError
-from generation.load import eos_ids
+from generation.load import find_eos_ids
 from tests.conftest import edit_tensors
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -55,11 +55,11 @@ def test_the_newest_run_is_the_one_that_saved_a_checkpoint_last(tmp_path):
 
 def test_eos_ids_are_those_of_the_tokenizer_and_of_generation_config_or_else_of_config(tmp_path):
     directory = checkpoint(tmp_path / "model", eos_token_id=7)
-    assert eos_ids(find_files(directory), 2) == {2, 7}
+    assert find_eos_ids(find_files(directory), 2) == {2, 7}
     (directory / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
-    assert eos_ids(find_files(directory), 5) == {5, 6}
+    assert find_eos_ids(find_files(directory), 5) == {5, 6}
     (directory / "generation_config.json").write_text("{}")
-    assert eos_ids(find_files(directory), 7) == {7}
+    assert find_eos_ids(find_files(directory), 7) == {7}
 
 
 @pytest.fixture
