@@ -54,7 +54,8 @@ def run(
     )  # fmt: skip
     if prompts is None or device.type == "cpu":
         # Imports and compiles first: else Ctrl-C would end the program, not an answer, and a note stand within a text.
-        list(continue_prompts([encoded[0][:1] if encoded else [tokenizer.eos_id]], max_new_tokens=2))
+        first = encoded[0][0] if encoded else tokenizer.eos_id
+        list(continue_prompts([[first]], max_new_tokens=2))
     if prompts is None:
         Conversation(continue_prompts, chat, settings, context).run()
     else:

@@ -69,8 +69,7 @@ class DraftedStep:
             self.accepted += 1
             self.cache.length += 1
         else:
-            room = self.cache.max_length - self.cache.length - 1
-            self.draft = self.continuation(min(self.draft_length, room))
+            self.draft = self.continuation(min(self.draft_length, self.cache.max_length - self.cache.length - 1))
             self.accepted = 0
             self.logits = self.step(torch.tensor([[token, *self.draft]]), padding)
             self.cache.length -= len(self.draft)

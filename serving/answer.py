@@ -247,13 +247,12 @@ class ServedModel:
 
         More tokens than the context are read in windows, of which each begins with the second half of the one before.
         """
-        context = self.decoder.config.max_position_embeddings
+        config = self.decoder.config
+        context = config.max_position_embeddings
         repeated = context - context // 2  # tokens of a window that the one before had
         for begin in range(0, max(len(ids) - repeated, 1), context // 2):
             window = ids[begin : begin + context]
-            cache = KeyValueCache(
-                self.decoder.config, 1, len(window), device=self.device, dtype=self.decoder.compute_dtype
-            )
+            cache = KeyValueCache(config, 1, len(window), device=self.device, dtype=self.decoder.compute_dtype)
             for place, (token, logprobs) in enumerate(self.predict(window, cache)):
                 if begin == 0 or place >= repeated:
                     described = self.describe(token, logprobs, request.wanted_top_logprobs)
@@ -288,8 +287,7 @@ class ServedModel:
             eos_ids=eos_ids, vocab_size=self.vocab_size, prefix=self.prefix,
         )  # fmt: skip
         for token in stream_texts(tokens, [*streams.values()]):
-            choice = choices[token.sequence]
-            text = token.text
+            choice, text = choices[token.sequence], token.text
             if text and choice in with_space:
                 text = text.removeprefix(" ")
                 with_space.remove(choice)
@@ -307,7 +305,8 @@ class ServedModel:
         likely = [] if logprobs is None else logprobs.topk(min(top, len(logprobs))).indices.tolist()
         entries = []
         for i in (token, *likely):
-            text, logprob = self.tokenizer.token_bytes(i), None if logprobs is None else float(logprobs[i])
-            text_fields = {"token": text.decode("utf-8", "backslashreplace"), "id": i, "bytes": [*text]}
-            entries.append(text_fields | {"logprob": logprob})
+            content = self.tokenizer.token_bytes(i)
+            logprob = None if logprobs is None else float(logprobs[i])
+            text = content.decode("utf-8", "backslashreplace")
+            entries.append({"token": text, "id": i, "bytes": [*content], "logprob": logprob})
         return entries[0] | {"top_logprobs": entries[1:]}
