@@ -33,9 +33,9 @@ def main() -> None:
         log(f"written: {settings.merge}; try it: python generate.py {shlex.quote(str(settings.merge))}{chat}")
         return
     prompts = read_prompts(settings)
-    are_messages = {isinstance(prompt, list) for prompt in prompts or ()}
-    chat = settings.chat or True in are_messages
-    if len(are_messages) > 1 and not settings.chat:
+    has_messages = [isinstance(prompt, list) for prompt in prompts or ()]
+    chat = settings.chat or any(has_messages)
+    if chat and not settings.chat and not all(has_messages):
         fix = "give --chat, which answers prompts too, or two files"
         raise UserError(f"some lines have messages, others a prompt; {fix}.")
     recommended = recommended_sampling(checkpoint, settings.adapter, chat)
@@ -46,12 +46,12 @@ def main() -> None:
     settings = dataclasses.replace(settings, chat=chat)
     sys.stdout.reconfigure(newline="\n")  # the same bytes on Windows
     tokenizer = load_tokenizer(find_files(checkpoint, settings.adapter).tokenizer)
-    if settings.chat:
-        ChatFormat(tokenizer)  # an error before the weights are read
-    if tokenizer.chat_template is not None and not settings.chat:
+    if chat:
+        ChatFormat(tokenizer)  # an error before torch is imported
+        if prompts == [""]:
+            raise UserError("there is no message to answer; give one after the run, or on standard input.")
+    elif tokenizer.chat_template is not None:
         log("this model has a chat template: with --chat it answers, without it continues a text")
-    if settings.chat and prompts == [""]:
-        raise UserError("there is no message to answer; give one after the run, or on standard input.")
     values = ", ".join(f"{name} {value:g}" for name, value in vars(settings.sampling).items())
     log(f"sampling (the flags, else {source}): {values}")
     from generation import cli  # imports torch
