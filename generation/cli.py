@@ -54,8 +54,7 @@ def run(
     )  # fmt: skip
     if prompts is None or device.type == "cpu":
         # Imports and compiles first: else Ctrl-C would end the program, not an answer, and a note stand within a text.
-        first = encoded[0][0] if encoded else tokenizer.eos_id
-        list(continue_prompts([[first]], max_new_tokens=2))
+        list(continue_prompts([[tokenizer.document_start]], max_new_tokens=2))
     if prompts is None:
         Conversation(continue_prompts, chat, settings, context).run()
     else:

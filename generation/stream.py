@@ -61,8 +61,7 @@ class TextStream:
         text = self._held + text
         # The first stop string to be complete ends the text; of several that end together, the longest. So the result
         # does not depend on how the text is split into tokens.
-        starts = {stop: text.find(stop) for stop in self._stop}
-        matches = [(start + len(stop), start) for stop, start in starts.items() if start >= 0]
+        matches = [(text.find(stop) + len(stop), text.find(stop)) for stop in self._stop if stop in text]
         if matches:
             self.end = "stop"
             self._held = ""

@@ -99,8 +99,7 @@ class Server(uvicorn.Server):
 
     async def inspect(self, http: requests.Request) -> responses.Response:
         request = self.read(await read_body(http), InspectRequest)
-        model = self.find(request.model)
-        [content] = [content async for content in self.compute(http, model.inspect(request))]
+        [content] = [content async for content in self.compute(http, self.find(request.model).inspect(request))]
         return responses.Response(content, media_type="application/json")
 
     async def compute(self, http: requests.Request, results: Generator) -> AsyncIterator:
