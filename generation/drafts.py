@@ -6,14 +6,12 @@ decoding uses those that follow a drafted token only if it takes this token itse
 """
 
 import itertools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from generation.cpu_step import CpuDecodeStep
+from model.cache import KeyValueCache
 
 MAX_DRAFT = 16  # tokens
 NGRAMS = (2, 4)  # how many last tokens are looked up; if both occurred before, the longer one counts
@@ -22,8 +20,8 @@ NGRAMS = (2, 4)  # how many last tokens are looked up; if both occurred before, 
 class DraftedStep:
     """Decodes one sequence token by token, and calls a `CpuDecodeStep` only for logits that are not computed yet."""
 
-    def __init__(self, step: "CpuDecodeStep", prompt: Sequence[int]):
-        self.step, self.cache = step, step.cache
+    def __init__(self, step: Callable[[Tensor, None], Tensor], cache: KeyValueCache, prompt: Sequence[int]):
+        self.step, self.cache = step, cache
         self.text: list[int] = []
         self.last_ends: dict[tuple[int, ...], int] = {}  # for the n-grams of the text: where the last one ends
         self.match_end = 0  # where the last tokens of the text ended before; the length of the text if nowhere

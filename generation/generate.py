@@ -122,22 +122,20 @@ def generate(
     ends: list[FinishReason | None] = [None] * len(prompts)
 
     tokens, padding = left_pad(prompts, device)
-    ids = prompts[0]
     positions = tokens.shape[1] + max(limits)
     with threads_for(decoder, len(prompts)):
         can_draft = drafts and len(prompts) == 1 and sampling.temperature == 0
-        step = decode_step(decoder, len(prompts), positions, drafts_from=ids if can_draft else None)
+        step = decode_step(decoder, len(prompts), positions, drafts_from=prompts[0] if can_draft else None)
         cache = step.cache
-        prefill = DecoderStep(decoder, cache)
         if prefix is not None:
-            cached = prefix.move_to(cache, ids)
-            tokens, ids = tokens[:, cached:], ids[cached:]
+            cached = prefix.move_to(cache, prompts[0])
+            tokens, ids = tokens[:, cached:], prompts[0][cached:]
         for count in range(1, max(limits) + 1):
             if cache.length >= context:
                 # Only shorter, padded prompts still have room in the context. The sequences that have filled it are
                 # finished but still computed: more padding keeps their rotary positions below the context.
                 padding = padding.clamp(min=cache.length + 1 - context)
-            compute = step if tokens.shape[1] == 1 else prefill
+            compute = step if tokens.shape[1] == 1 else DecoderStep(decoder, cache)
             logits = compute(tokens, padding)[:, -1, :vocab_size]
             if prefix is not None:
                 prefix.tokens += ids

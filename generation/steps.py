@@ -1,7 +1,7 @@
 """Decoding steps: which one computes the logits of the next tokens of a model, and the one for a GPU.
 
-A step has a key/value cache and is called with tokens (B, 1) and padding. On a CPU it is `CpuDecodeStep`, with the
-kernels for a GPU `GpuDecodeStep`; for other models and larger batches the decoder itself computes the logits.
+A step has a key/value cache and is called with the next token of each sequence, and padding. On a CPU it is
+`CpuDecodeStep`, with the kernels for a GPU `GpuDecodeStep`; for other models and larger batches `DecoderStep`.
 """
 
 import weakref
@@ -36,9 +36,8 @@ def decode_step_kind(
     if not config.is_plain:
         return None
     implementation = kernels.implementation(device)
-    if implementation is kernels.gpu:
-        fits = batch_size <= MAX_GPU_SEQUENCES and not config.attention_output_bias
-        return "gpu" if fits else None
+    if implementation is kernels.gpu and batch_size <= MAX_GPU_SEQUENCES and not config.attention_output_bias:
+        return "gpu"
     if implementation is kernels.cpu and batch_size <= MAX_CPU_SEQUENCES and dtype in kernels.cpu.LOOP_DTYPES:
         return "cpu"
     return None
@@ -61,7 +60,7 @@ def decode_step(
     from generation.cpu_step import CpuDecodeStep  # imports Numba, which a GPU does not need
 
     step = CpuDecodeStep(decoder, KeyValueCache(config, batch_size, positions))
-    return step if drafts_from is None else DraftedStep(step, drafts_from)
+    return step if drafts_from is None else DraftedStep(step, step.cache, drafts_from)
 
 
 class DecoderStep:
@@ -81,11 +80,10 @@ def quantize_matrices(decoder: Decoder) -> None:
     """
     lookup = None if decoder.lm_head is None else decoder.embed_tokens  # an untied embedding multiplies nothing
     linears = [module for module in decoder.modules() if isinstance(module, Linear) and module is not lookup]
-    sizes = []
-    for linear in linears:
-        sizes += [(linear.weight.shape, torch.int8), (linear.weight.shape[:1], torch.float32)]
-    memory = allocate(sizes, linears[0].weight.device)
-    for linear, values, scales in zip(linears, memory[::2], memory[1::2], strict=True):
+    shapes, device = [linear.weight.shape for linear in linears], linears[0].weight.device
+    all_values = allocate([(shape, torch.int8) for shape in shapes], device)
+    all_scales = allocate([(shape[:1], torch.float32) for shape in shapes], device)
+    for linear, values, scales in zip(linears, all_values, all_scales, strict=True):
         weight = linear.weight.detach().float()
         scales.copy_(weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127)
         values.copy_((weight / scales[:, None]).round())

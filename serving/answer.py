@@ -305,8 +305,7 @@ class ServedModel:
         likely = [] if logprobs is None else logprobs.topk(min(top, len(logprobs))).indices.tolist()
         entries = []
         for i in (token, *likely):
-            content = self.tokenizer.token_bytes(i)
-            logprob = None if logprobs is None else float(logprobs[i])
-            text = content.decode("utf-8", "backslashreplace")
-            entries.append({"token": text, "id": i, "bytes": [*content], "logprob": logprob})
+            text, logprob = self.tokenizer.token_bytes(i), None if logprobs is None else float(logprobs[i])
+            text_fields = {"token": text.decode("utf-8", "backslashreplace"), "id": i, "bytes": [*text]}
+            entries.append(text_fields | {"logprob": logprob})
         return entries[0] | {"top_logprobs": entries[1:]}

@@ -42,13 +42,12 @@ def test_generation_with_the_cache_equals_generation_without_it(decoder, prompt,
 def test_a_batch_of_prompts_of_different_lengths_equals_each_prompt_alone(decoder, sampling):
     # To the end of the context, where sequences finish at different steps and the padded ones continue at cache
     # positions that exceed max_position_embeddings.
-    prefix = PrefixCache()  # which a batch empties
     for count in (25, 99):
-        options = dict(max_new_tokens=count, sampling=sampling, seed=4, eos_ids={17}, prefix=prefix)
+        options = dict(max_new_tokens=count, sampling=sampling, seed=4, eos_ids={17}, prefix=PrefixCache())
         alone = [generate_all(decoder, [prompt], **options) for prompt in PROMPTS]
         tokens, ends = generate_all(decoder, PROMPTS, **options)
         assert tokens == [ids for [ids], _ in alone] and ends == [end for _, [end] in alone]
-    assert "context" in ends and len({tuple(ids) for ids in tokens}) == len(PROMPTS) and not prefix.tokens
+    assert "context" in ends and len({tuple(ids) for ids in tokens}) == len(PROMPTS) and not options["prefix"].tokens
 
 
 @pytest.mark.skipif(kernels.gpu is None, reason="Triton is not installed")
@@ -111,7 +110,6 @@ def test_ids_that_the_tokenizer_does_not_have_are_never_sampled(decoder):
 
 def test_logits_that_are_not_finite_are_a_user_error():
     broken = Decoder(ModelConfig(vocab_size=32, hidden_size=16, num_hidden_layers=1), seed=1)
-    with torch.no_grad():
-        broken.norm.weight[3] = torch.nan
+    broken.norm.weight.data[3] = torch.nan
     with pytest.raises(UserError, match="not finite"):
         generate_all(broken, [[1, 2]], max_new_tokens=3)
