@@ -49,13 +49,15 @@ RUNS_DEPEND_ON = ("config", "steps", "learning_rates", "perturbations")  # flags
 
 @dataclass(frozen=True)  # comments and docstrings of fields are the help of the flags
 class CompareFlags:
-    plan_file: Annotated[str | None, optional("[PLAN]"), tyro.conf.Positional] = None
+    plan_files: Annotated[tuple[str, ...], optional("[PLAN]"), tyro.conf.Positional] = ()
     """A TOML file, or a study in studies/, whose plan is run again; flags override what it says"""
     varied: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, optional("SETTING=V,V", name="vary")] = ()
     """Values of a setting to compare, the first as baseline; several times: a grid"""
     a: Annotated[str | None, optional('"S=V ..."')] = None
     """Settings of the baseline, such as "norm=layer steps=600"; "" is the config as it is"""
     b: Annotated[str | None, optional('"S=V ..."')] = None  # All settings of what is compared with it: --a adds none
+    config: Annotated[str | None, tyro.conf.arg(metavar="STR")] = None
+    """What the arms share: a TOML file, or a name in configs/"""
     quick: bool = False  # Three pairs of 300 steps at one learning rate: only large differences show
     out: Annotated[Path | None, optional("FOLDER")] = None
     """Folder of the results (default: runs/ablation-NAME, or one in that of judge --campaign)"""
@@ -83,7 +85,7 @@ def compare_plan(command: CompareFlags) -> Plan:
     plan = starting_plan(command)
     if not command.quick:
         return plan
-    config = command.plan.config or plan.config
+    config = command.config or plan.config
     rates = plan.learning_rates[:1] if config == plan.config else ()
     if not rates and not all("learning_rate" in arm.changes for arm in plan.all_arms.values()):
         rates = (base_settings(config).optimizer.learning_rate,)
@@ -124,18 +126,16 @@ def parse(arguments: list[str], command_type: type[CompareFlags] = CompareFlags)
     if command_type is JudgeFlags:
         options |= {"description": JUDGE_DESCRIPTION, "prog": "ablate.py judge"}
     without_help = [argument for argument in arguments if argument not in ("-h", "--help")]
-    nothing = command_type(plan=Plan(config=""))  # so that a --config that is given can be told from the default
-    first, unknown = parse_flags(command_type, args=without_help, default=nothing, return_unknown_args=True, **options)
-    if any(word.startswith("--") for word in unknown):
-        parse_flags(command_type, args=without_help, **options)  # raises what is wrong
-    plan = judge_plan(first) if command_type is JudgeFlags else compare_plan(first)
-    command = parse_flags(command_type, args=arguments, default=command_type(plan=plan), **options)
-    changed = [name for name in RUNS_DEPEND_ON if getattr(command.plan, name) != getattr(plan, name)]
-    suffix = "".join(f"-{name}-{getattr(command.plan, name)}" for name in changed)
-    name = command.plan.name + re.sub(r"[^\w.]+", "-", suffix).rstrip("-")
-    plan = dataclasses.replace(command.plan, name=name)
+    first = parse_flags(command_type, args=without_help, **options)
+    named = judge_plan(first) if command_type is JudgeFlags else compare_plan(first)
+    defaults = command_type(config=first.config or named.config, plan=named)
+    command = parse_flags(command_type, args=arguments, default=defaults, **options)
+    plan = dataclasses.replace(command.plan, config=command.config)
+    changed = [name for name in RUNS_DEPEND_ON if getattr(plan, name) != getattr(named, name)]
+    suffix = "".join(f"-{name}-{getattr(plan, name)}" for name in changed)
+    name = plan.name + re.sub(r"[^\w.]+", "-", suffix).rstrip("-")
     out = command.out or Path("runs") / f"ablation-{name}"
-    return dataclasses.replace(command, plan=plan, out=out)
+    return dataclasses.replace(command, plan=dataclasses.replace(plan, name=name), out=out)
 
 
 def check_words(arguments: list[str], command_type: type[CompareFlags]) -> None:
@@ -154,14 +154,20 @@ def check_words(arguments: list[str], command_type: type[CompareFlags]) -> None:
 
 def starting_plan(command: CompareFlags) -> Plan:
     """The plan of the file, of --vary, or of --a and --b; with a name that tells it from others."""
-    if "=" in (command.plan_file or ""):
-        raise UserError(f"{command.plan_file} stands alone; settings of one flag are one text in quotes.")
+    for word in command.plan_files:
+        if "=" in word:
+            raise UserError(f"{word} stands alone; settings of one flag are one text in quotes.")
     for text in command.varied:
         if "=" not in text:
             raise UserError(f"--vary {text} has no values; write --vary {text}=V,V.")
-        if command.plan_file and not Path(command.plan_file).exists() and not (STUDIES / command.plan_file).exists():
-            joined = f"{text.rstrip(',')},{command.plan_file}"
-            raise UserError(f"{command.plan_file} is no plan; join values by commas: --vary {joined}")
+        values = [word for word in command.plan_files if not Path(word).exists() and not (STUDIES / word).exists()]
+        if values:
+            joined = ",".join([text.rstrip(","), *values])
+            raise UserError(f"{values[0]} is no plan; join values by commas: --vary {joined}")
+    plan_file, *others = command.plan_files or (None,)
+    plan = load_plan(find_plan(plan_file)) if plan_file else None
+    if others:
+        raise UserError(f"{plan_file} and {others[0]} are two plans; give one.")
     arms = {text or "default": assignments(text) for text in (command.a, command.b) if text is not None}
     if (command.a is None) != (command.b is None):
         raise UserError(f'--{"a" if command.a is None else "b"} is missing; --a "" is the config as it is.')
@@ -169,16 +175,14 @@ def starting_plan(command: CompareFlags) -> Plan:
         raise UserError('--a and --b are equal, and have to differ; --a "" is the config as it is.')
     vary = {name: value.split(",") for name, value in assignments(" ".join(command.varied)).items()}
     if not arms and not vary:
-        return load_plan(find_plan(command.plan_file or "norms"))
-    if command.plan_file:
-        plan = load_plan(find_plan(command.plan_file))
-    else:
-        plan = Plan(name="", config=command.plan.config or Plan.config)
+        return plan or load_plan(find_plan("norms"))
     texts = [command.a, command.b, *command.varied]
-    if not command.plan_file and plan.config != Plan.config:
-        texts.append(plan.config)
+    if plan is None:
+        plan = Plan(name="", config=command.config or Plan.config)
+        if plan.config != Plan.config:
+            texts.append(plan.config)
     text = re.sub(r"[^\w.]+", "-", " ".join(filter(None, [plan.name, *texts]))).strip("-")
-    texts_hash = hashlib.blake2b(repr((command.plan_file, *texts)).encode(), digest_size=3).hexdigest()
+    texts_hash = hashlib.blake2b(repr((plan_file, *texts)).encode(), digest_size=3).hexdigest()
     name = f"{text[:48]}-{texts_hash}"
     return dataclasses.replace(plan, name=name, arms=arms or plan.arms, vary=plan.vary | vary)
 
@@ -237,7 +241,7 @@ def judge_idea(command: JudgeFlags) -> int:
     from ablation import judge, stats
     from ablation.records import read_judgement
 
-    if not (command.pairs or command.plan_file or command.varied or command.b is not None):
+    if not (command.pairs or command.plan_files or command.varied or command.b is not None):
         raise UserError('judge needs --b "SETTING=VALUE" and, without --campaign, --a "...", or --pairs FILE.')
     lock = contextlib.nullcontext()
     if command.campaign and not command.dry_run:

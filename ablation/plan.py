@@ -96,7 +96,7 @@ class Plan:
     vary: Annotated[dict[str, list[Any]], Suppress] = field(default_factory=dict)
     titles: Annotated[dict[str, str], Suppress] = field(default_factory=dict)  # in documents, by choice in `vary`
     prediction: Annotated[str, Suppress] = ""  # for the report
-    config: str = "ablation"  # What the arms share: a TOML file, or a name in configs/
+    config: Annotated[str, Suppress] = "ablation"  # what the arms share: a TOML file, or a name in configs/
     steps: Annotated[PositiveInt | None, optional("INT")] = None
     """Steps of a run, of which at most a tenth warm up; by default the config's"""
     seeds: Annotated[Annotated[int, Meta(ge=2, le=MAX_SEEDS)] | None, optional("INT")] = None
