@@ -228,37 +228,53 @@ def write_report(folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(meta
     return 0
 
 
-def compare(command: CompareFlags, folder: Path, level: float | None = None) -> int:
-    """Train what is missing of the plan, and report; with a level until a verdict. Returns the exit status."""
+def lock(folder: Path | None, command: CompareFlags) -> contextlib.AbstractContextManager:
+    """Hold the lock of a folder that the command writes to."""
+    return contextlib.nullcontext() if folder is None or command.dry_run else locked(folder)
+
+
+def compare_arms(command: CompareFlags) -> int:
+    """Train what is missing of the plan, and report. Returns the exit status."""
     from ablation import execute  # imports torch
 
-    options = {"jobs": command.jobs, "ray": command.ray, "dry_run": command.dry_run}
-    return execute.compare(command.plan, folder, level, torch_device=command.device, **options)
+    with lock(command.out, command):
+        experiment = execute.open_experiment(command.plan, command.out, command.device, command.jobs, command.ray)
+        if command.dry_run:
+            execute.estimate_runs(experiment, command.device)
+        else:
+            execute.compare(experiment)
+    return experiment.exit_status
 
 
 def judge_idea(command: JudgeFlags) -> int:
     """Judge an idea alone or in a campaign, or the ideas of a table of losses; returns the exit status."""
     from ablation import judge, stats
-    from ablation.records import read_judgement
 
+    plan, folder, level = command.plan, command.out, stats.SIGNIFICANCE
     if not (command.pairs or command.plan_files or command.varied or command.b is not None):
         raise UserError('judge needs --b "SETTING=VALUE" and, without --campaign, --a "...", or --pairs FILE.')
-    lock = contextlib.nullcontext()
-    if command.campaign and not command.dry_run:
-        lock = locked(command.campaign)
-    with lock:
+    with lock(command.campaign, command):
         campaign = judge.load_campaign(command.campaign, command.fdr, command.adopt) if command.campaign else None
         if command.pairs:
             judge.judge_pairs(command.pairs, campaign)
             return 0
-        if not campaign:
-            return compare(command, command.out, stats.SIGNIFICANCE)
-        folder = campaign.idea_folder(command.plan.name, run_flags(command.plan))
-        plan = dataclasses.replace(command.plan, first_seed=campaign.first_seed)
-        status = compare(dataclasses.replace(command, plan=plan), folder, campaign.level)
-        if not status and not command.dry_run:
-            campaign.add(read_judgement(folder), [*plan.phase_seeds["final"]], run_flags(plan))
-        return status
+        if campaign:
+            folder, level = campaign.idea_folder(plan.name, run_flags(plan)), campaign.level
+            plan = dataclasses.replace(plan, first_seed=campaign.first_seed)
+        judge.check_plan(plan)
+        from ablation import execute  # imports torch
+
+        with lock(folder, command):
+            experiment = execute.open_experiment(plan, folder, command.device, command.jobs, command.ray)
+            if command.dry_run:
+                looks = ", ".join(map(str, judge.pairs_of_looks(plan.seeds)))
+                print(f"at most: a verdict after {looks} pairs ends it")
+                execute.estimate_runs(experiment, command.device)
+                return 0
+            judgement = execute.judge(experiment, level)
+        if campaign and not experiment.exit_status:
+            campaign.add(judgement, [*plan.phase_seeds["final"]], run_flags(plan))
+    return experiment.exit_status
 
 
 def main() -> int:
@@ -269,6 +285,6 @@ def main() -> int:
         return call_with_flags(write_report, args=sys.argv[2:], prog="ablate.py report")
     command = parse(sys.argv[2:], JudgeFlags) if subcommand == "judge" else parse(sys.argv[1:])
     try:
-        return judge_idea(command) if isinstance(command, JudgeFlags) else compare(command, command.out)
+        return judge_idea(command) if isinstance(command, JudgeFlags) else compare_arms(command)
     except KeyboardInterrupt:
         exit_with(f"stopped; the same command resumes it: python {shlex.join(sys.argv)}", 130)

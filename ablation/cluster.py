@@ -8,6 +8,7 @@ from pathlib import Path
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from ablation.execute import Experiment, Workers
 from ablation.plan import Run
 from ablation.run import train_run
 from model.machine import device_model
@@ -15,8 +16,8 @@ from model.machine import device_model
 EXCLUDED = [".git", ".cache", "runs", "tests", "docs", "studies", "speed"]  # what workers do not need
 
 
-def join(address: str) -> tuple[str, list[str], Callable]:
-    """The most frequent model of GPU, else CPU, of a cluster; the node of each such device; and what starts a run."""
+def join(address: str) -> Workers:
+    """The devices of a cluster that are of its most frequent model of GPU, else CPU; a slot is the node of one."""
     root = str(Path(__file__).parent.parent)
     ray.init(address, runtime_env={"working_dir": root, "excludes": EXCLUDED}, log_to_driver=False)
     kind, torch_device = ("GPU", "cuda") if ray.cluster_resources().get("GPU") else ("CPU", "cpu")
@@ -30,10 +31,10 @@ def join(address: str) -> tuple[str, list[str], Callable]:
     nodes = [*Counter(devices_by_node).elements()]
     models = {node: ray.get(on_node(device_model, node).remote(torch_device)) for node in {*nodes}}
     device = Counter(models[node] for node in nodes).most_common(1)[0][0]
-    workers = [node for node in nodes if models[node] == device]
+    slots = [node for node in nodes if models[node] == device]
     threads = 1 if kind == "CPU" else None
 
-    def start(experiment, run: Run, node: str) -> Future:
-        return on_node(train_run, node).remote(experiment.plan, run, torch_device, threads, len(workers)).future()
+    def start(experiment: Experiment, run: Run, node: str) -> Future:
+        return on_node(train_run, node).remote(experiment.plan, run, torch_device, threads, len(slots)).future()
 
-    return device, workers, start
+    return Workers(device, slots, threads, start)

@@ -2,9 +2,7 @@
 A run that raises or is killed is a row with status "failed" and costs nothing else.
 """
 
-import contextlib
 import dataclasses
-import functools
 import multiprocessing.resource_tracker
 import os
 import signal
@@ -21,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from ablation import report
-from ablation.judge import LOOKS, judge_study, pairs_of_looks
+from ablation.judge import judge_study, pairs_of_looks
 from ablation.plan import Plan, Run, load_plan, replace_settings, run_settings, save_plan
 from ablation.records import JUDGEMENT, Judgement, Row, append, append_rows, as_table, read_judgement, read_rows
 from ablation.run import CODE, code_hash, settings_hash, train_run
@@ -31,7 +29,7 @@ from data.conversations import find_conversations
 from data.sources import HUB_TEXTS, resolve
 from data.tokenizer import load_tokenizer
 from errors import UserError, printable
-from files import locked, replace_text
+from files import replace_text
 from model.decoder import Decoder
 from model.device import choose_device
 from model.machine import commit, device_model
@@ -42,19 +40,31 @@ OVERHEAD = 20  # seconds of a run beside training: medians of studies are 13, 24
 
 
 @dataclass
+class Workers:
+    """What makes runs, on this machine or a cluster: one at a time in each slot."""
+
+    device: str  # model of the hardware of all slots, as in `Row`
+    slots: list[str]  # which `start` alone reads
+    threads: int | None  # of a run on a CPU
+    start: Callable[["Experiment", Run, str], Future]  # begins a run in a slot
+
+
+@dataclass
 class Experiment:
-    """A plan in its folder: the runs that have ended, and what further ones are made on."""
+    """A plan in its folder: the runs that have ended, and what makes further ones."""
 
     plan: Plan
     folder: Path
-    workers: list[str]  # a torch device each, or a node of a cluster
-    device: str  # the model of all workers, as in `Row`
-    threads: int | None  # of a run on a CPU: those of this process divided by the workers
+    workers: Workers
     rows: list[Row]  # failed ones only of this command: the next command repeats them
 
     @property
     def study(self) -> Study:
         return Study(self.plan, as_table(self.rows))
+
+    @property
+    def exit_status(self) -> int:
+        return int(any(row.status == "failed" for row in self.rows))
 
     def add(self, run: Run, future: Future) -> Row:
         """Append the row of a run that has ended, which is returned."""
@@ -69,8 +79,8 @@ class Experiment:
             reason = f"{type(error).__name__}: {error}"
         else:
             self.check_comparable(row)
-            if row.device != self.device:
-                reason = f"it ran on {row.device}, and the others on {self.device}"
+            if row.device != self.workers.device:
+                reason = f"it ran on {row.device}, and the others on {self.workers.device}"
         if reason is not None:
             row = Row(**vars(run), status="failed", reason=reason)
         self.rows.append(row)
@@ -86,20 +96,22 @@ class Experiment:
                     raise UserError(f"the {what} was changed since the first runs of {self.folder}; {fix}.")
 
 
-def local_workers(torch_device: str, jobs: int | None) -> list[str]:
+def local_workers(torch_device: str, jobs: int | None) -> Workers:
     if jobs is not None and jobs < 1:
         raise UserError(f"--jobs {jobs} must be at least 1.")
     chosen = choose_device(torch_device)
     if chosen.type == "cpu":
         # `taskset`, Slurm and cpusets may allow fewer cores than the machine has.
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return ["cpu"] * (jobs or cores)
+        slots = ["cpu"] * (jobs or cores)
+        return Workers(device_model("cpu"), slots, max(1, torch.get_num_threads() // len(slots)), start_process)
     devices = [str(chosen)]
     if chosen.type == "cuda" and torch_device == "auto":  # GPUs of one model, as all arms of a seed are made on it
         gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
         devices = [gpu for gpu in gpus if device_model(gpu) == device_model(gpus[0])]
     # Several jobs may share a GPU: a small model leaves it mostly idle.
-    return [devices[index % len(devices)] for index in range(jobs or len(devices))]
+    slots = [devices[index % len(devices)] for index in range(jobs or len(devices))]
+    return Workers(device_model(devices[0]), slots, None, start_process)
 
 
 def load_experiment(plan: Plan, folder: Path, torch_device: str = "auto", jobs: int | None = None) -> Experiment:
@@ -116,17 +128,15 @@ def load_experiment(plan: Plan, folder: Path, torch_device: str = "auto", jobs: 
         if row.arm in plan.all_arms and settings_hash(run_settings(plan, row)) != row.settings_hash:
             difference = "had other settings" if row.settings_hash else "does not say which settings it had"
             raise UserError(f"a finished run ({row}) of {folder} {difference}; give another --out.")
-    workers = local_workers(torch_device, jobs)
-    threads = max(1, torch.get_num_threads() // len(workers)) if workers[0] == "cpu" else None
-    return Experiment(plan, folder, workers, device_model(workers[0]), threads, rows)
+    return Experiment(plan, folder, local_workers(torch_device, jobs), rows)
 
 
-def execute(experiment: Experiment, start: Callable[[Run, str], Future]) -> None:
-    """Do all runs that are wanted, each begun by `start`, and again those of unfinished seeds on other hardware."""
+def execute(experiment: Experiment) -> None:
+    """Do all runs that are wanted, and again those of unfinished seeds on other hardware."""
     unfinished = {(run.phase, run.seed) for run in experiment.study.remaining}
-    here = experiment.device
+    here = experiment.workers.device
     experiment.rows = [row for row in experiment.rows if row.device == here or (row.phase, row.seed) not in unfinished]
-    free = [*experiment.workers]
+    free = [*experiment.workers.slots]
     running: dict[Future, tuple[Run, str]] = {}
     bar = tqdm(unit="run", initial=len(experiment.rows), dynamic_ncols=True, disable=None)
     try:
@@ -136,13 +146,13 @@ def execute(experiment: Experiment, start: Callable[[Run, str], Future]) -> None
             bar.total = len(experiment.rows) + len(running) + len(waiting)
             bar.refresh()
             for run in waiting[: len(free)]:
-                worker = free.pop()
-                running[start(run, worker)] = run, worker
+                slot = free.pop()
+                running[experiment.workers.start(experiment, run, slot)] = run, slot
             if not running:
                 return
             for future in wait(running, timeout=5, return_when=FIRST_COMPLETED).done:  # the bar shows that time passes
-                run, worker = running.pop(future)
-                free.append(worker)
+                run, slot = running.pop(future)
+                free.append(slot)
                 row = experiment.add(run, future)
                 bar.update()
                 if row.status == "failed":
@@ -196,39 +206,18 @@ def start_process(experiment: Experiment, run: Run, torch_device: str) -> Future
     if can_block:  # which the process inherits
         multiprocessing.resource_tracker.ensure_running()  # before, as its start would let them through again
         signal.pthread_sigmask(signal.SIG_BLOCK, stops)
-    future = pool.submit(train_run, experiment.plan, run, torch_device, experiment.threads, len(experiment.workers))
+    workers = experiment.workers
+    future = pool.submit(train_run, experiment.plan, run, torch_device, workers.threads, len(workers.slots))
     if can_block:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
     pool.shutdown(wait=False)
     return future
 
 
-def train_until_verdict(experiment: Experiment, level: float, start: Callable[[Run, str], Future]) -> Judgement:
-    """`execute` the pairs of one look after another until one decides; print the judgements before the last."""
-    plan = experiment.plan
-    looks = pairs_of_looks(plan.seeds)
-    earlier = read_judgement(experiment.folder)
-    if earlier is not None and [*earlier.looks] != looks[: len(earlier.looks)]:
-        fix = "other looks at the same pairs would be no test: give another --out and --first-seed"
-        raise UserError(f"{experiment.folder} has a verdict after {earlier.looks[-1]} pairs, and {fix}.")
-    for pairs in looks:
-        experiment.plan = dataclasses.replace(plan, seeds=pairs)
-        write_plan(experiment, unrecorded=["seeds"])
-        execute(experiment, start)
-        judgement = judge_study(experiment.study, looks, level)
-        if judgement.verdict != "inconclusive" or judgement.pairs < pairs or pairs == looks[-1]:
-            break
-        print(judgement, flush=True)
-    replace_text(experiment.folder / JUDGEMENT, f"{judgement}\n")
-    return judgement
-
-
-def estimate_runs(experiment: Experiment, torch_device: str, level: float | None) -> None:
+def estimate_runs(experiment: Experiment, torch_device: str) -> None:
     """Print what a run of each arm needs, and the time of all runs that can start."""
-    plan, study, workers = experiment.plan, experiment.study, len(experiment.workers)
-    if level is not None:
-        print(f"at most: a verdict after {', '.join(map(str, pairs_of_looks(plan.seeds)))} pairs ends it")
-    torch.set_num_threads(experiment.threads or torch.get_num_threads())
+    plan, study, workers = experiment.plan, experiment.study, len(experiment.workers.slots)
+    torch.set_num_threads(experiment.workers.threads or torch.get_num_threads())
     runs = Counter(run.arm for run in study.remaining)
     seconds = 0.0
     for name, arm in plan.all_arms.items():
@@ -246,12 +235,8 @@ def estimate_runs(experiment: Experiment, torch_device: str, level: float | None
     print(f"  and {overhead} of start-up and evaluations{more}")
 
 
-def check_arms(plan: Plan, level: float | None) -> None:
-    """`UserError` for arms that cannot be trained, or with a level not be judged."""
-    if level is not None and len(plan.all_arms) != 2:
-        raise UserError(f"judge compares two arms, a baseline and another; here are {len(plan.all_arms)}.")
-    if level is not None and plan.seeds < 2 * LOOKS:
-        raise UserError(f"judge needs --seeds {2 * LOOKS} or more, not {plan.seeds}.")
+def check_arms(plan: Plan) -> None:
+    """`UserError` for arms that cannot be trained."""
     evaluated = set()  # on which tokens, in conversations, where there are no bits per byte
     for arm in plan.all_arms.values():
         settings = arm.settings
@@ -270,36 +255,54 @@ def check_arms(plan: Plan, level: float | None) -> None:
         raise UserError(f"{why}, whose losses cannot be compared; give all arms the same.")
 
 
-def compare(
-    plan: Plan, folder: Path, level: float | None = None,
-    *, torch_device: str, jobs: int | None, ray: str | None, dry_run: bool,
-) -> int:  # fmt: skip
-    """Train the runs that are missing, or with a level until a verdict, and report; returns the exit status."""
-    check_arms(plan, level)
+def open_experiment(plan: Plan, folder: Path, torch_device: str, jobs: int | None, ray: str | None) -> Experiment:
+    """`load_experiment`, and print the plan; `UserError` also for what only a run would find."""
+    check_arms(plan)
     if ray is not None and (jobs is not None or torch_device != "auto"):
         raise UserError("--ray uses every device of the cluster; leave out --jobs and --device.")
-    with contextlib.nullcontext() if dry_run else locked(folder):
-        experiment = load_experiment(plan, folder, torch_device, jobs)
-        start = functools.partial(start_process, experiment)
-        if ray is not None:
-            from ablation import cluster
+    experiment = load_experiment(plan, folder, torch_device, jobs)
+    if ray is not None:
+        from ablation import cluster
 
-            experiment.device, experiment.workers, start_on_node = cluster.join(ray)
-            start = functools.partial(start_on_node, experiment)
-        print(report.plan_in_words(experiment.study, len(experiment.workers)), flush=True)
-        if dry_run:
-            estimate_runs(experiment, torch_device, level)
-            return 0
-        if level is not None:
-            last_lines = [train_until_verdict(experiment, level, start)]
-        else:
-            (folder / JUDGEMENT).unlink(missing_ok=True)  # of fewer pairs
-            changed = write_plan(experiment)
-            for name, words in report.CHANGED_LATE.items():
-                if name in changed and experiment.rows:
-                    print(f"note: {words}")
-            execute(experiment, start)
-            last_lines = report.headline(experiment.study)
-        path = report.write(experiment.study, folder)
+        experiment.workers = cluster.join(ray)
+    print(report.plan_in_words(experiment.study, len(experiment.workers.slots)), flush=True)
+    return experiment
+
+
+def compare(experiment: Experiment) -> None:
+    """Train the runs that are missing, and report."""
+    (experiment.folder / JUDGEMENT).unlink(missing_ok=True)  # of fewer pairs
+    changed = write_plan(experiment)
+    for name, words in report.CHANGED_LATE.items():
+        if name in changed and experiment.rows:
+            print(f"note: {words}")
+    execute(experiment)
+    write_report(experiment, *report.headline(experiment.study))
+
+
+def judge(experiment: Experiment, level: float) -> Judgement:
+    """Train the pairs of one look after another until one decides at this two-sided level, and report; print every
+    judgement, of which the last is returned.
+    """
+    plan = experiment.plan
+    looks = pairs_of_looks(plan.seeds)
+    earlier = read_judgement(experiment.folder)
+    if earlier is not None and [*earlier.looks] != looks[: len(earlier.looks)]:
+        fix = "other looks at the same pairs would be no test: give another --out and --first-seed"
+        raise UserError(f"{experiment.folder} has a verdict after {earlier.looks[-1]} pairs, and {fix}.")
+    for pairs in looks:
+        experiment.plan = dataclasses.replace(plan, seeds=pairs)
+        write_plan(experiment, unrecorded=["seeds"])
+        execute(experiment)
+        judgement = judge_study(experiment.study, looks, level)
+        if judgement.verdict != "inconclusive" or judgement.pairs < pairs or pairs == looks[-1]:
+            break
+        print(judgement, flush=True)
+    replace_text(experiment.folder / JUDGEMENT, f"{judgement}\n")
+    write_report(experiment, judgement)
+    return judgement
+
+
+def write_report(experiment: Experiment, *last_lines: object) -> None:
+    path = report.write(experiment.study, experiment.folder)
     print(f"report: {path}", *last_lines, sep="\n")
-    return int(any(row.status == "failed" for row in experiment.rows))

@@ -21,6 +21,7 @@ import numpy as np
 import pandas as pd
 from scipy import optimize, special
 
+from ablation.plan import Plan
 from ablation.records import Judgement, append, read_lines
 from ablation.report import save_table, table
 from ablation.stats import SIGNIFICANCE, mean_effect, six_digits, standard_error
@@ -56,6 +57,14 @@ def boundary(level: float, looks: int) -> float:
 def pairs_of_looks(maximum: int) -> list[int]:
     """The pairs at each look; at the last the maximum."""
     return [maximum * look // LOOKS for look in range(1, LOOKS + 1)]
+
+
+def check_plan(plan: Plan) -> None:
+    """`UserError` for what cannot be judged."""
+    if len(plan.all_arms) != 2:
+        raise UserError(f"judge compares two arms, a baseline and another; here are {len(plan.all_arms)}.")
+    if plan.seeds < 2 * LOOKS:
+        raise UserError(f"judge needs --seeds {2 * LOOKS} or more, not {plan.seeds}.")
 
 
 def decide(differences: np.ndarray, looks: list[int], level: float) -> Judgement:

@@ -1,6 +1,5 @@
 """A small comparison that is really trained, once a session, and studies of made-up rows."""
 
-import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -47,16 +46,22 @@ def config(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start_of() -> Iterator[Callable[[Callable[[Run, str], Row]], Callable[[Run, str], Future]]]:
-    """Makes the `start` of `execute` from the function of run and device that makes a row, one run after another."""
+def start_of() -> Iterator[Callable[[Callable[[Run, str], Row]], Callable[[Experiment, Run, str], Future]]]:
+    """Makes the `start` of workers from the function of run and device that makes a row, one run after another."""
     with ThreadPoolExecutor(1) as pool:
-        yield lambda make: functools.partial(pool.submit, make)
+        yield lambda make: lambda experiment, run, device: pool.submit(make, run, device)
+
+
+def carry_out(experiment: Experiment, start: Callable[[Experiment, Run, str], Future]) -> None:
+    experiment.workers.start = start
+    execute.execute(experiment)
 
 
 @pytest.fixture(scope="session")
-def here(start_of) -> Callable[[Experiment], Callable[[Run, str], Future]]:
-    """Makes the `start` of `execute` that trains in this process, since others would import torch again."""
-    return lambda experiment: start_of(lambda run, device: train_run(experiment.plan, run, device, 1, 1))
+def here() -> Iterator[Callable[[Experiment, Run, str], Future]]:
+    """The `start` of workers that trains in this process, since others would import torch again."""
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda experiment, *of_run: pool.submit(train_run, experiment.plan, *of_run, 1, 1)
 
 
 @pytest.fixture(scope="session")
@@ -66,7 +71,7 @@ def trained(config, here, tmp_path_factory) -> Experiment:
     plan = Plan(config=str(config), vary=norms, seeds=2, rerun_seeds=1, learning_rates=(2e-2,))
     experiment = execute.load_experiment(plan, tmp_path_factory.mktemp("comparison"), "cpu", 1)
     execute.write_plan(experiment)
-    execute.execute(experiment, here(experiment))
+    carry_out(experiment, here)
     return experiment
 
 

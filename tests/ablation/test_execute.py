@@ -1,7 +1,6 @@
 """Which runs are made and kept: resuming, failures, other settings, texts and devices, a cluster, and ablate.py."""
 
 import dataclasses
-import functools
 import json
 import os
 import shutil
@@ -23,6 +22,7 @@ from ablation.records import Row, append_rows, read_lines, read_rows
 from ablation.run import settings_hash
 from errors import UserError
 from files import read_toml
+from tests.ablation.conftest import carry_out
 from tests.conftest import ROOT, run_python
 
 PLAN = Plan(vary={"norm": ["layer", "rms"]}, seeds=2, rerun_seeds=0, learning_rates=(2e-2,))
@@ -41,7 +41,8 @@ def ended(experiment, row) -> Callable[..., Row]:
     """The row of a run that ended with this loss on this machine, with the hash that its settings have."""
 
     def made(run: Run, loss: float = 3.0, **more: object) -> Row:
-        recorded = {"settings_hash": settings_hash(run_settings(experiment.plan, run)), "device": experiment.device}
+        settings = run_settings(experiment.plan, run)
+        recorded = {"settings_hash": settings_hash(settings), "device": experiment.workers.device}
         return row(run, loss, **recorded | more)
 
     return made
@@ -56,8 +57,9 @@ def test_more_jobs_than_gpus_of_one_model_share_them(monkeypatch):
     monkeypatch.setattr(execute, "choose_device", lambda name: torch.device(name.replace("auto", "cuda")))
     monkeypatch.setattr(execute, "device_model", models.__getitem__)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    assert local_workers("auto", None) == ["cuda:0", "cuda:2"] and local_workers("auto", 1) == ["cuda:0"]
-    assert local_workers("auto", 3) == ["cuda:0", "cuda:2", "cuda:0"] and local_workers("cuda:1", 2) == ["cuda:1"] * 2
+    slots = {("auto", None): "02", ("auto", 1): "0", ("auto", 3): "020", ("cuda:1", 2): "11"}
+    for asked, gpus in slots.items():
+        assert local_workers(*asked).slots == [f"cuda:{gpu}" for gpu in gpus]
 
 
 def test_a_trained_comparison_has_a_row_for_each_run_and_is_never_repeated(trained):
@@ -65,7 +67,7 @@ def test_a_trained_comparison_has_a_row_for_each_run_and_is_never_repeated(train
     assert loaded.counted_seeds and not failed(trained) and {c.effect.n for c in loaded.comparisons} == {2}
     assert len(read_rows(trained.folder)) == len(loaded.rows) == len(loaded.runs_in_time)
     again, made = load_experiment(trained.plan, trained.folder, "cpu", 1), []
-    execute.execute(again, lambda run, device: made.append(run))
+    carry_out(again, lambda experiment, run, device: made.append(run))
     assert not made
 
 
@@ -74,7 +76,7 @@ def test_a_comparison_killed_within_a_line_resumes_to_the_rows_of_an_uninterrupt
     lines = (trained.folder / "runs.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "runs.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:100])
     resumed = load_experiment(trained.plan, tmp_path, "cpu", 1)
-    execute.execute(resumed, here(resumed))
+    carry_out(resumed, here)
     folders = (tmp_path, trained.folder)
     timeless = {"seconds": 0, "all_seconds": 0}
     ours, theirs = ([dataclasses.replace(row, **timeless) for row in read_rows(folder)] for folder in folders)
@@ -85,18 +87,18 @@ def test_a_run_that_raises_is_a_failed_row_that_costs_no_other_and_is_tried_agai
     def raising(run, device):
         return ended(run, 3.0 if (run.arm, run.seed) != ("rms", 1) else 1 / 0)
 
-    execute.execute(experiment, start_of(raising))
+    carry_out(experiment, start_of(raising))
     assert [(r.arm, r.seed, r.reason[:17]) for r in failed(experiment)] == [("rms", 1, "ZeroDivisionError")]
     assert len(experiment.rows) == 4 and experiment.study.comparisons == []
     again = load_experiment(experiment.plan, experiment.folder, "cpu", 1)
-    execute.execute(again, start_of(lambda run, device: ended(run, 4.0)))
+    carry_out(again, start_of(lambda run, device: ended(run, 4.0)))
     finished = study.load(experiment.folder).rows
     assert [(r.arm, r.seed) for r in finished[finished.loss == 4].itertuples()] == [("rms", 1)] and len(finished) == 4
 
 
 def test_each_device_is_used_by_one_run_at_a_time(experiment, ended):
-    assert experiment.device  # of the CPU, whatever the workers are
-    experiment.workers = ["cuda:0", "cuda:1", "cuda:2"]
+    assert experiment.workers.device  # of the CPU, whatever the workers are
+    experiment.workers.slots = ["cuda:0", "cuda:1", "cuda:2"]
     experiment.plan = dataclasses.replace(experiment.plan, seeds=10)
     used, most = set(), []
 
@@ -109,7 +111,7 @@ def test_each_device_is_used_by_one_run_at_a_time(experiment, ended):
         return ended(run)
 
     with ThreadPoolExecutor(9) as pool:
-        execute.execute(experiment, functools.partial(pool.submit, use))
+        carry_out(experiment, lambda experiment, *of_run: pool.submit(use, *of_run))
     assert len(experiment.rows) == 20 and max(most) == 3
 
 
@@ -134,13 +136,12 @@ def test_a_plan_is_written_before_the_first_run_and_what_is_changed_late_is_said
 ):
     def start(begun: Experiment, run: Run, device: str):
         assert load_plan(begun.folder / "plan.toml") == begun.plan
-        return start_of(lambda run, device: ended(run))(run, device)
+        return start_of(lambda run, device: ended(run))(begun, run, device)
 
     monkeypatch.setattr(execute, "start_process", start)
-    options = {"torch_device": "cpu", "jobs": 1, "ray": None, "dry_run": False}
     for margin, notes in ((0.005, 0), (0.5, 1)):
         plan = dataclasses.replace(experiment.plan, margin=margin)
-        assert execute.compare(plan, tmp_path / "norms", **options) == 0
+        execute.compare(execute.open_experiment(plan, tmp_path / "norms", "cpu", 1, None))
         assert capsys.readouterr().out.count("note: a margin that is changed after a look") == notes
 
 
@@ -158,7 +159,7 @@ def test_rows_say_what_they_ran_on_once_for_all_of_a_machine_and_are_read_as_the
 
 
 def test_a_dry_run_prints_what_a_run_of_each_arm_needs_and_the_time_of_all(experiment, capsys):
-    execute.estimate_runs(experiment, "cpu", None)
+    execute.estimate_runs(experiment, "cpu")
     first, other = capsys.readouterr().out.split("a run of ")[1:]
     assert first.startswith("layer:\ntext: ") and "training  1,536 tokens" in first and "layer norm" in first
     assert other.startswith("rms:\ntext: ") and "training  1,536 tokens" in other and "rms norm" in other
@@ -167,13 +168,13 @@ def test_a_dry_run_prints_what_a_run_of_each_arm_needs_and_the_time_of_all(exper
 
 def test_a_run_on_another_device_has_failed_and_another_text_or_other_code_ends_all(experiment, ended, start_of):
     others = iter([{}, {"device": "GPU"}, {}, {}])
-    execute.execute(experiment, start_of(lambda run, device: ended(run, text_hash="one", **next(others))))
+    carry_out(experiment, start_of(lambda run, device: ended(run, text_hash="one", **next(others))))
     assert [row.reason.partition(",")[0] for row in failed(experiment)] == ["it ran on GPU"]
     for what in ("text", "code"):
         experiment.rows = [ended(experiment.study.planned_runs[0], text_hash="one", code_hash="one")]
         other = {"text_hash": "one", "code_hash": "one"} | {f"{what}_hash": "two"}
         with pytest.raises(UserError, match=f"the {what} was changed since the first runs"):
-            execute.execute(experiment, start_of(lambda run, device, other=other: ended(run, **other)))
+            carry_out(experiment, start_of(lambda run, device, other=other: ended(run, **other)))
         assert len(experiment.rows) == 1
 
 
@@ -181,19 +182,20 @@ def test_unfinished_seeds_of_another_device_are_made_again_and_finished_ones_kep
     wanted = experiment.study.runs_in_time
     append_rows(experiment.folder, *(ended(run, device="GPU") for run in wanted[:3]))
     again = load_experiment(experiment.plan, experiment.folder, "cpu", 1)
-    execute.execute(again, start_of(lambda run, device: ended(run)))
+    carry_out(again, start_of(lambda run, device: ended(run)))
     devices = study.load(experiment.folder).rows.set_index(["seed", "arm"]).device.sort_index()
-    assert devices.tolist() == ["GPU"] * 2 + [experiment.device] * 2 and again.study.comparisons[0].effect.n == 2
+    assert devices.tolist() == ["GPU", "GPU", *[experiment.workers.device] * 2]
+    assert again.study.comparisons[0].effect.n == 2
 
 
 @pytest.mark.slow
 def test_runs_in_other_processes_are_those_of_this_one_and_a_killed_one_costs_itself(experiment, trained, monkeypatch):
-    execute.execute(experiment, functools.partial(execute.start_process, experiment))
+    execute.execute(experiment)
     ours, theirs = ({(r.arm, r.seed): r.loss for r in e.rows if r.phase == "final"} for e in (experiment, trained))
     assert len(ours) == 4 and ours.items() <= theirs.items()
     killed = load_experiment(dataclasses.replace(experiment.plan, seeds=3), experiment.folder, "cpu", 2)
     monkeypatch.setattr(execute, "train_run", kill_itself)
-    execute.execute(killed, functools.partial(execute.start_process, killed))
+    execute.execute(killed)
     assert [row.reason for row in failed(killed)] == ["its process was killed, perhaps for lack of memory"] * 2
 
 
@@ -225,7 +227,7 @@ def test_twelve_runs_on_two_workers_one_of_which_is_killed_are_those_of_the_pool
     local, spread = (execute.load_experiment(plan, tmp_path / name, "cpu", 1) for name in ("local", "cluster"))
     for experiment in (local, spread):
         execute.write_plan(experiment)
-    execute.execute(local, here(local))
+    carry_out(local, here)
     killed = []
 
     def kill_a_worker() -> None:
@@ -237,8 +239,8 @@ def test_twelve_runs_on_two_workers_one_of_which_is_killed_are_those_of_the_pool
                     killed.append(process.pid)
 
     threading.Thread(target=kill_a_worker, daemon=True).start()
-    spread.device, spread.workers, start = cluster.join(ray_address)
-    execute.execute(spread, functools.partial(start, spread))
+    spread.workers = cluster.join(ray_address)
+    execute.execute(spread)
     assert killed and not [row for row in spread.rows if row.status == "failed"]
     same = {"seconds": 0, "all_seconds": 0, "workers": 0}  # apart from these, the rows are equal
     ours, theirs = ({(r.arm, r.seed): dataclasses.replace(r, **same) for r in e.rows} for e in (spread, local))

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from ablation import execute, study
-from ablation.judge import LOOKS, boundary, decide, pairs_of_looks
+from ablation.judge import LOOKS, boundary, check_plan, decide, pairs_of_looks
 from ablation.plan import JUDGED_PAIRS, Plan
 from errors import UserError
 from tests.ablation import simulated
@@ -65,14 +65,14 @@ def test_of_20_real_comparisons_of_an_arm_with_itself_one_is_kept_and_one_discar
 
 
 @pytest.fixture
-def judged_with(row, start_of, config, tmp_path, capsys):
+def judged_with(row, start_of, config, tmp_path, capsys, monkeypatch):
     """The lines of a verdict on a plan, with losses by run instead of training."""
 
     def judge(loss, **fields) -> list[dict]:
         plan = dataclasses.replace(PLAN, config=str(config), **fields)
-        experiment = execute.Experiment(plan, tmp_path, ["cpu"], "CPU", 1, [])
-        start = start_of(lambda run, device: row(run, loss(run)))
-        last = execute.train_until_verdict(experiment, 0.05, start)
+        workers = execute.Workers("CPU", ["cpu"], 1, start_of(lambda run, device: row(run, loss(run))))
+        monkeypatch.setattr(execute, "write_report", lambda *_: None)
+        last = execute.judge(execute.Experiment(plan, tmp_path, workers, []), 0.05)
         return [*map(json.loads, [*capsys.readouterr().out.splitlines(), str(last)])]
 
     return judge
@@ -109,11 +109,11 @@ def test_a_change_that_diverges_is_discarded_and_no_difference_used_up_hours_or_
     assert last["verdict"] == "inconclusive" and "did not complete" in last["reason"]
 
 
-def test_what_cannot_be_judged_is_refused(tmp_path):
+def test_what_cannot_be_judged_is_refused():
     three = {"a": {}, "b": {"qk_norm": True}, "c": {"norm": "layer"}}
     nowhere = {"default": {}, "other": {"init_from": "runs/nowhere"}}
-    refused = [({"seeds": 8}, "--seeds 10 or more, not 8"), ({"arms": three}, "two arms, .* are 3")]
-    for fields, words in (*refused, ({"arms": nowhere}, "runs/nowhere does not exist")):
+    for fields, words in (({"seeds": 8}, "--seeds 10 or more, not 8"), ({"arms": three}, "two arms, .* are 3")):
         with pytest.raises(UserError, match=words):
-            plan = dataclasses.replace(PLAN, **fields)
-            execute.compare(plan, tmp_path, 0.05, torch_device="cpu", jobs=1, ray=None, dry_run=False)
+            check_plan(dataclasses.replace(PLAN, **fields))
+    with pytest.raises(UserError, match="runs/nowhere does not exist"):
+        execute.check_arms(dataclasses.replace(PLAN, arms=nowhere))

@@ -66,11 +66,11 @@ def test_conversations_are_compared_on_the_same_tokens(config, trained_rms, tmp_
     (tmp_path / "chat.jsonl").write_text("".join(f'{{"messages": [{messages}]}}\n' for messages in said))
     shared = {"data": [[str(tmp_path / "chat.jsonl")]], "tokenizer": [str(tokenizer)]}
     plan = Plan(config=str(config), arms={"rms": {}, "layer": {"norm": "layer"}}, vary=shared)
-    check_arms(plan, None)
+    check_arms(plan)
     row = train_run(plan, RUN, "cpu", 1, 1)
     assert (row.status, row.bits_per_byte) == ("completed", None) and row.batches_hash
     with pytest.raises(UserError, match="give all arms the same"):
-        check_arms(dataclasses.replace(plan, vary=shared | {"sequence_length": [16, 32]}), None)
+        check_arms(dataclasses.replace(plan, vary=shared | {"sequence_length": [16, 32]}))
 
 
 def test_a_run_that_diverges_is_a_row_and_not_an_error(trained):
