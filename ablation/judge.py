@@ -24,7 +24,7 @@ from scipy import optimize, special
 from ablation.plan import Plan
 from ablation.records import Judgement, append, read_lines
 from ablation.report import save_table, table
-from ablation.stats import SIGNIFICANCE, mean_effect, six_digits, standard_error
+from ablation.stats import SIGNIFICANCE, six_digits, standard_error, t_test_p
 from ablation.study import Study
 from errors import UserError, log, reading
 from files import replace_text
@@ -67,27 +67,34 @@ def check_plan(plan: Plan) -> None:
         raise UserError(f"judge needs --seeds {2 * LOOKS} or more, not {plan.seeds}.")
 
 
-def decide(differences: np.ndarray, looks: list[int], level: float) -> Judgement:
-    """The judgement on the pairs of one of the looks, at a two-sided level."""
+def interval_at_look(differences: np.ndarray, looks: list[int], level: float) -> tuple[float, float]:
+    """The interval of the mean over the pairs of one of the looks, without 0 where the test decides at this level."""
     n = len(differences)
-    mean = differences.mean()
-    look = looks.index(n) + 1
-    share = look / len(looks)
-    limit = boundary(level, len(looks)) / math.sqrt(share)  # of |z|
+    limit = boundary(level, len(looks)) * math.sqrt(len(looks) / (looks.index(n) + 1))  # of |z|
     reach = -special.stdtrit(n - 1, special.ndtr(-limit)) * standard_error(differences)
-    z = -special.ndtri(max(mean_effect("", differences, "").p / 2, 1e-300))
-    if abs(mean) <= reach:
-        verdict, decided = "inconclusive", "not decided"
-    else:
-        verdict, decided = ("keep" if mean < 0 else "discard"), "decided"
+    return six_digits(differences.mean() - reach), six_digits(differences.mean() + reach)
+
+
+def decide(differences: np.ndarray, looks: list[int], level: float, **about: object) -> Judgement:
+    """The judgement on the pairs of one of the looks, at a two-sided level; about: its fields beside the test."""
+    n = len(differences)
+    look = looks.index(n) + 1
+    low, high = interval_at_look(differences, looks, level)
+    verdict, decided = "inconclusive", "not decided"
+    if high < 0:
+        verdict, decided = "keep", "decided"
+    if low > 0:
+        verdict, decided = "discard", "decided"
+    z = -special.ndtri(max(t_test_p(differences) / 2, 1e-300))
     return Judgement(
+        **about,
         verdict=verdict,
         reason=f"{decided} after {n} of at most {looks[-1]} pairs",
-        difference=six_digits(mean),
-        interval=(six_digits(mean - reach), six_digits(mean + reach)),
+        difference=six_digits(differences.mean()),
+        interval=(low, high),
         pairs=n,
         looks=tuple(looks[:look]),
-        p=six_digits(crossing_probability(z * math.sqrt(share), len(looks))),
+        p=six_digits(crossing_probability(z * math.sqrt(look / len(looks)), len(looks))),
         level=six_digits(level),
     )
 
@@ -95,26 +102,18 @@ def decide(differences: np.ndarray, looks: list[int], level: float) -> Judgement
 def judge_study(study: Study, looks: list[int], level: float) -> Judgement:
     """What judge prints: `decide` on the final pairs, or why there is no test."""
     base, arm = study.plan.all_arms
+    about = {"baseline": base, "idea": arm, "unit": study.unit, "learning_rates": study.chosen_learning_rates}
+    about["hours"] = six_digits((study.rows.seconds / study.rows.workers).sum() / 3600)
     differences = np.array(study.comparisons[0].differences if study.comparisons else [])
     diverged = [name for name in (base, arm) if (study.rows_of("final", name).status == "diverged").any()]
-    steps = None
     if diverged == [arm]:
-        judgement = Judgement(verdict="discard", reason=f"{arm} diverged", level=six_digits(level))
-    elif len(differences) == study.plan.seeds:
-        judgement = decide(differences, looks, level)
-        steps = study.in_steps(base, judgement.difference, judgement.interval)
-    else:
-        reason = "runs did not complete, or the hours are used up"
-        judgement = Judgement(verdict="inconclusive", reason=reason, pairs=len(differences), level=six_digits(level))
-    return dataclasses.replace(
-        judgement,
-        baseline=base,
-        idea=arm,
-        unit=study.unit,
-        steps=steps,
-        learning_rates=study.chosen_learning_rates,
-        hours=six_digits((study.rows.seconds / study.rows.workers).sum() / 3600),
-    )
+        return Judgement(**about, verdict="discard", reason=f"{arm} diverged", level=six_digits(level))
+    if len(differences) < study.plan.seeds:
+        about["reason"] = "runs did not complete, or the hours are used up"
+        return Judgement(**about, verdict="inconclusive", pairs=len(differences), level=six_digits(level))
+    interval = interval_at_look(differences, looks, level)
+    steps = study.in_steps(base, six_digits(differences.mean()), interval)
+    return decide(differences, looks, level, **about, steps=steps)
 
 
 def lond_level(fdr: float, number: int, keeps: int) -> float:
@@ -185,7 +184,7 @@ class Campaign:
         for line in self.ledger:
             low, high = line.interval or (None, None)
             row = {"idea": line.idea, "baseline": line.baseline, "verdict": line.verdict, "unit": line.unit}
-            row |= {"difference": line.difference, "low": low, "high": high, "worth": line.steps and str(line.steps)}
+            row |= {"difference": line.difference, "low": low, "high": high, "worth": line.steps}
             row |= {"looks": ", ".join(map(str, line.looks)), "p": line.p, "level": line.level}
             rows.append(row)
         narrow = pd.DataFrame(rows)[["idea", "baseline", "difference", "low", "high", "p", "level", "verdict"]]
@@ -203,12 +202,13 @@ class Campaign:
 def load_campaign(folder: Path, fdr: float | None = None, adopt: bool = False) -> Campaign:
     """The campaign of a folder, which need not exist. fdr: 0.1 by default, and fixed by the first line."""
     ledger = read_lines(folder / LEDGER, LedgerLine)
-    fixed = ledger[0].fdr if ledger else 0.1 if fdr is None else fdr
-    if not 0 < fixed < 1:
-        raise UserError(f"--fdr {fixed:g} must be above 0 and below 1.")
-    if fdr not in (None, fixed):
-        raise UserError(f"--fdr {fdr:g}: {folder} began with {fixed:g}, which holds for all its ideas.")
-    return Campaign(folder, fixed, adopt, ledger)
+    if ledger and fdr not in (None, ledger[0].fdr):
+        raise UserError(f"--fdr {fdr:g}: {folder} began with {ledger[0].fdr:g}, which holds for all its ideas.")
+    if fdr is None:
+        fdr = ledger[0].fdr if ledger else 0.1
+    if not 0 < fdr < 1:
+        raise UserError(f"--fdr {fdr:g} must be above 0 and below 1.")
+    return Campaign(folder, fdr, adopt, ledger)
 
 
 def read_pairs(path: Path) -> dict[str, pd.Series]:
@@ -263,9 +263,9 @@ def judge_pairs(path: Path, campaign: Campaign | None) -> None:
             raise UserError(f"{path}: all differences of {idea} are equal; give the losses with more digits.")
         if len(seeds) < 2 * LOOKS:
             log(f"note: {idea} has few pairs, {len(seeds)}: a test errs more often where differences are not normal")
-        judgement = decide(pairs.to_numpy(), [len(seeds)], campaign.level if campaign else SIGNIFICANCE)
-        baseline = campaign.baseline if campaign else "a"
-        judgement = dataclasses.replace(judgement, baseline=baseline, idea=idea, unit=f"that of {path.name}")
+        baseline, level = (campaign.baseline, campaign.level) if campaign else ("a", SIGNIFICANCE)
+        about = {"baseline": baseline, "idea": idea, "unit": f"that of {path.name}"}
+        judgement = decide(pairs.to_numpy(), [len(seeds)], level, **about)
         if campaign:
             campaign.add(judgement, seeds)
         print(judgement, flush=True)

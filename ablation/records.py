@@ -72,13 +72,13 @@ class Worth:
 class Judgement:
     """What judge says of an idea. As text: a line of JSON."""
 
-    baseline: str = ""  # the settings with which the idea is compared, or "default"
-    idea: str = ""  # its settings
+    baseline: str  # the settings with which the idea is compared, or "default"
+    idea: str  # its settings
     verdict: Literal["keep", "discard", "inconclusive"]
-    reason: str = ""
+    reason: str
     difference: float | None = None  # loss of the idea minus that of the baseline, mean of the pairs
     interval: tuple[float, float] | None = None  # at this level and look
-    unit: str = ""  # of the difference
+    unit: str  # of the difference
     steps: Worth | None = None  # the difference, in steps of the baseline
     pairs: int = 0
     looks: tuple[int, ...] = ()  # pairs at each look so far

@@ -26,16 +26,20 @@ class Effect:
 
 
 def mean_effect(name: str, values: Sequence[float], unit: str) -> Effect:
-    """Mean of independent values with Student's t interval and test (Student 1908)."""
+    """Mean of independent values with Student's t interval and test."""
     values = np.asarray(values, float)
     mean = float(values.mean())
     n = len(values)
     if n == 1:
         return Effect(name, mean, (-math.inf, math.inf), (-math.inf, math.inf), 1.0, unit, 1)
     error = standard_error(values)
-    p = 2 * float(special.stdtr(n - 1, -abs(mean) / error))
     reaches = [float(special.stdtrit(n - 1, (1 + level) / 2)) * error for level in (0.95, 0.90)]
-    return Effect(name, mean, *((mean - reach, mean + reach) for reach in reaches), p, unit, n)
+    return Effect(name, mean, *((mean - reach, mean + reach) for reach in reaches), t_test_p(values), unit, n)
+
+
+def t_test_p(values: np.ndarray) -> float:
+    """Two-sided p-value of a mean of 0 (Student 1908)."""
+    return 2 * float(special.stdtr(len(values) - 1, -abs(values.mean()) / standard_error(values)))
 
 
 def standard_error(values: np.ndarray) -> float:

@@ -18,6 +18,7 @@ from errors import UserError
 from tests.ablation import simulated
 
 PLAN = Plan(arms={"default": {}, "qk_norm=true": {"qk_norm": True}}, learning_rates=(1e-3,), seeds=20, rerun_seeds=0)
+ABOUT = {"baseline": "a", "idea": "b", "unit": ""}
 
 
 def test_boundaries_are_those_of_jennison_and_turnbull_and_crossed_as_often_as_the_level_says():
@@ -34,7 +35,7 @@ def test_a_verdict_is_reached_where_p_is_at_most_the_level_and_the_interval_excl
     generator = np.random.default_rng(3)
     for level, look in itertools.product([0.05, 0.018, 0.001], [1, 2, 3, 4, 5] * 4):
         differences = generator.normal(generator.normal(0, 1), 1, 4 * look)
-        result = decide(differences, pairs_of_looks(20), level)
+        result = decide(differences, pairs_of_looks(20), level, **ABOUT)
         low, high = result.interval
         word = "keep" if high < 0 else "discard" if low > 0 else "inconclusive"
         assert result.verdict == word and (word != "inconclusive") == (result.p <= level)
@@ -57,7 +58,7 @@ def test_of_20_real_comparisons_of_an_arm_with_itself_one_is_kept_and_one_discar
     for _, pairs in table.groupby("comparison"):
         differences = (pairs.loss_again - pairs.loss).to_numpy()
         looks = pairs_of_looks(10)  # two pairs each, as recorded
-        results = [decide(differences[: looks[look - 1]], looks, 0.05) for look in pairs.look.unique()]
+        results = [decide(differences[: looks[look - 1]], looks, 0.05, **ABOUT) for look in pairs.look.unique()]
         verdicts = [result.verdict for result in results]
         assert verdicts == pairs.verdict.dropna().tolist() and set(verdicts[:-1]) <= {"inconclusive"}
         said.append(verdicts[-1])

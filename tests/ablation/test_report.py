@@ -82,11 +82,11 @@ def test_pairs_that_do_not_count_and_a_limit_that_was_reached_are_said(finish):
 
 
 def test_a_judged_folder_repeats_the_verdict_and_says_which_interval_is_right(finish, tmp_path):
-    reason = "decided after 4 pairs"
     (tmp_path / "changes.jsonl").write_text('{"field": "seeds"}\n{"field": "margin"}\n')
     text = report.markdown_text(finish(PLAN, losses), tmp_path, ())
     assert all(f"Note: {words}." in text for words in report.CHANGED_LATE.values())
-    judgement = Judgement(verdict="keep", difference=-0.1, interval=(-0.2, -0.05), reason=reason, level=0.05)
+    about = {"baseline": "layer", "idea": "rms", "unit": "", "reason": "decided after 4 pairs", "level": 0.05}
+    judgement = Judgement(**about, verdict="keep", difference=-0.1, interval=(-0.2, -0.05))
     (tmp_path / JUDGEMENT).write_text(str(judgement), encoding="utf-8")
     text = report.markdown_text(finish(PLAN, losses), tmp_path, ())
     assert "- judge: keep, -0.1 [-0.2, -0.05]; decided after 4 pairs\n" in text and "below are too narrow" in text
