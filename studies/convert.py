@@ -32,45 +32,53 @@ from files import locked
 from model.decoder import center_residual_writers
 from training.checkpoint import load_moments, read_state
 from training.loop import save, train_steps
-from training.session import set_up
+from training.session import Session, set_up
 
 SEED_OFFSET = 5000  # added for converted models that train again: their batches differ from those of the run
-CENTERED = ", centered"
+QUARTERS = {f"quarter {number}": number for number in (1, 2, 3)}
+CENTERED = ", centered"  # behind any of them
 
 
 def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
     """The rows of a seed's models, arm by arm. `folder` gets the checkpoints that later arms start from."""
     origins = {name: arm.changes.get("init_from", "") for name, arm in plan.all_arms.items()}
     starts = {name: origin.removesuffix(CENTERED) for name, origin in origins.items()}
-    quarters = sorted({start for start in starts.values() if start.startswith("quarter")})
+    quarters = [quarter for quarter in QUARTERS if quarter in starts.values()]
     rows = []  # without a hash of settings, as ablate.py cannot make them again
     for name, start in starts.items():
         run = Run(name, "final", seed, plan.candidate_learning_rates[name][0])
+        last = folder / start / "last"
         changes = {"device": device}
         if start:
-            changes["init_from"] = str(folder / start / "last")
-        if start and start not in quarters:
+            changes["init_from"] = str(last)
+        if start and start not in QUARTERS:
             changes["seed"] = seed + SEED_OFFSET
         with contextlib.redirect_stdout(None):
             session = set_up(replace_settings(run_settings(plan, run), changes), folder, resume=False)
         if origins[name].endswith(CENTERED):
             center_residual_writers(session.model)
-        if not start:  # a run, with a checkpoint after each quarter that others start from, and at the end
-            for quarter in quarters:
-                end = int(quarter.removeprefix("quarter ")) * session.steps // 4
-                next(result for result in train_steps(session) if result.step == end)
-                save(dataclasses.replace(session, run_dir=folder / quarter))
-            row = make_row(session, run, "", 1)
-            save(dataclasses.replace(session, run_dir=folder / name))
-        elif start in quarters:  # converted in the middle of that run: the rest of its steps
-            load_moments(folder / start / "last", session.model, session.optimizer)
-            session.state = dataclasses.replace(read_state(folder / start / "last"), seconds=0.0)
+        if not start:
+            row = train_with_saves(session, run, quarters, folder)
+        elif start in QUARTERS:  # converted in the middle of that run: the rest of its steps
+            load_moments(last, session.model, session.optimizer)
+            session.state = dataclasses.replace(read_state(last), seconds=0.0)
             row = make_row(session, run, "", 1)
         else:  # converted at the end: as it is, or after the steps of the arm
             row = make_row(session, run, "", 1, train="steps" in plan.all_arms[name].changes)
             row = dataclasses.replace(row, batches_hash="")
         rows.append(row)
     return rows
+
+
+def train_with_saves(session: Session, run: Run, quarters: list[str], folder: Path) -> Row:
+    """The row of a run, with a checkpoint after each of these quarters, that others start from, and at the end."""
+    for quarter in quarters:
+        end = QUARTERS[quarter] * session.steps // 4
+        next(result for result in train_steps(session) if result.step == end)
+        save(dataclasses.replace(session, run_dir=folder / quarter))
+    row = make_row(session, run, "", 1)
+    save(dataclasses.replace(session, run_dir=folder / run.arm))
+    return row
 
 
 def main(folder: tyro.conf.Positional[Path], device: str = "auto") -> None:
