@@ -29,13 +29,13 @@ class Row(Run):
     reason: str | None = None  # why it did not complete
     loss: float | None = None  # on the whole validation set after the last step, nats per token
     bits_per_byte: float | None = None
-    curve: list[tuple[int, float]] = field(default_factory=list)  # (step, nats per token), 12 along the run
+    curve: list[tuple[int, float]] = field(default_factory=list)  # (step, nats per token) along the run
     seconds: float = 0.0  # time of training, without evaluations
-    all_seconds: float = 0.0  # with set-up, evaluations and probes; 0 in older records
+    all_seconds: float = 0.0  # with set-up, evaluations and probes; 0: not measured
     mean_over_std: float | None = None  # |mean| / std of the residual stream, at the norms of the deeper half
     cosine_with_ones: float | None = None  # |cosine| of the stream with the vector of ones, mean over all norms
     tokens: int = 0  # that it trained on
-    vocab_size: int | None = None  # that of its tokenizer; not in older records, where it is the config's
+    vocab_size: int | None = None  # that of its tokenizer; None: the config's
     settings_hash: str = ""  # hash of its settings but for device and folder
     weights_hash: str = ""  # hash of the initial weights without those of the norms
     batches_hash: str = ""  # hash of all tokens that it trained on, in their order; empty if there were none
@@ -44,7 +44,7 @@ class Row(Run):
     kernels: str = ""
     dtype: str = ""  # dtype of the activations
     commit: str = ""  # commit of this project
-    code_hash: str = ""  # hash of the source files that training uses; empty in older records
+    code_hash: str = ""  # hash of the source files that training uses; empty: not measured, as other hashes
     torch: str = ""
     python: str = ""  # its standard library is the default text
     threads: int | None = None  # CPU threads of PyTorch

@@ -207,7 +207,8 @@ class Study:
             title = " x ".join(f"{name}: {value} minus {first[name]}" for name, value in chosen)
             signs = np.ones(len(arms))
             for name, value in chosen:
-                signs *= [{value: 1, first[name]: -1}.get(of_arm, 0) for of_arm in values[name]]
+                sign = {value: 1, first[name]: -1}
+                signs *= [sign.get(of_arm, 0) for of_arm in values[name]]
             # Main effect: a mean of arms minus that of as many others. Interaction: the mean of ab - a - b + first,
             # in which one arm in two is positive, so that the factor is 2 / their number.
             weights = signs * 2 ** (len(chosen) - 1) / (signs > 0).sum()
