@@ -187,8 +187,8 @@ class Campaign:
             row |= {"difference": line.difference, "low": low, "high": high, "worth": line.steps}
             row |= {"looks": ", ".join(map(str, line.looks)), "p": line.p, "level": line.level}
             rows.append(row)
-        narrow = pd.DataFrame(rows)[["idea", "baseline", "difference", "low", "high", "p", "level", "verdict"]]
-        save_table(self.folder / "ideas", rows, narrow.to_dict("records"))
+        narrow = ["idea", "baseline", "difference", "low", "high", "p", "level", "verdict"]
+        save_table(self.folder / "ideas", pd.DataFrame(rows), narrow)
         keeps = "; ".join(line.idea for line in self.ledger if line.verdict == "keep")
         text = f"Kept: {keeps or 'nothing'}. On average at most {self.fdr:.0%} of what is kept does nothing, if "
         text += "differences are about normal (docs/compare.md has what happens otherwise). "

@@ -1,5 +1,5 @@
 """What is compared, fixed before the first run: arms, which are sets of settings of train.py, seeds and learning rates.
-All arms of a seed read the same batches. Imports no torch.
+Arms of a seed read equal batches, unless they differ in tokenizer, steps or shape of a batch. Imports no torch.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ STUDIES = CONFIGS.parent / "studies"
 MAX_SEEDS = 500  # final runs of an arm
 JUDGED_PAIRS = 20  # without --seeds, the most that `judge` trains
 EVALUATIONS = 12  # along a run
+CURVE_TOKENS = 16_384  # of the validation set, for these; the final loss uses all
 SWEEP_FACTORS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)  # multiples of the config's learning rate that a sweep tries
 RUN_SETTINGS = ("seed", "out", "device", "evaluate_every", "cache", "sample_prompts", "timeout_minutes")  # of no arm
 SETTINGS = [setting for table in dataclasses.fields(Settings) for setting in dataclasses.fields(table.type)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from ablation import plots
-from ablation.plan import STUDIES
+from ablation.plan import CURVE_TOKENS, STUDIES
 from ablation.records import KEY, MACHINE, read_judgement, read_lines
 from ablation.stats import MAX_PAIRS, MIN_PAIRS_FOR_EQUIVALENCE, SIGNIFICANCE, Comparison, Effect, holm
 from ablation.study import Study
@@ -21,6 +21,7 @@ from training.plot import use_chinese_fonts
 
 MISSING = "-"
 MEAN = "mean and 95% interval"
+NUMBERS = ["unit", "mean", "low", "high"]  # the same in columns of their own, for CSV files
 COLUMNS = """p (Holm): of a paired t-test over the seeds, adjusted for the number of comparisons (Holm 1979), as
 intervals are not. p of equivalence: of two one-sided t-tests against the margin, adjusted likewise. std of a pair: of
 the differences over the seeds. Worth: training the baseline that much longer changes its loss as much, by the slope of
@@ -59,7 +60,7 @@ def headline(study: Study) -> list[str]:
     edges = {*study.sweep.columns[:1], *study.sweep.columns[-1:]}
     lines = []
     for arm in sorted(losses, key=lambda arm: math.inf if losses[arm] is None else losses[arm].estimate):
-        line = f"{arm}: {outcome(study, arm)}"
+        line = f"{arm}: {outcome(study, arm, losses[arm])}"
         if arm in study.sweep.index and study.chosen_learning_rates.get(arm) in edges:
             line += "; its learning rate is at the edge of the sweep"
         lines.append(line)
@@ -82,7 +83,7 @@ def headline(study: Study) -> list[str]:
     return lines
 
 
-def outcome(study: Study, arm: str) -> str:
+def outcome(study: Study, arm: str, loss: Effect | None) -> str:
     """What came out for an arm: its difference, or the loss of a baseline, or what its runs lack."""
     if arm not in study.chosen_learning_rates:
         return "no learning rate; the sweep is not finished, or a run diverged at every one"
@@ -97,13 +98,12 @@ def outcome(study: Study, arm: str) -> str:
     if len(others):
         reasons = "; ".join(f"seed {r.seed} at {r.learning_rate:g}: {r.reason}" for r in others.head(3).itertuples())
         return f"{len(rows) - len(others)} of {len(rows)} runs completed ({reasons})"
-    c = next((c for c in study.comparisons if c.arm == arm), None)
-    if c is None:
-        loss = study.mean_loss(arm, {arm: 1.0})
-        return f"{loss.estimate:.4f} {loss.unit} over {loss.n} seeds"
-    text = f"{c.verdict}, {with_interval(c.effect)} {study.unit} against {c.baseline} over {c.effect.n} pairs"
-    needed = pairs_to_decide(c)
-    return text if needed is None else f"{text}; it would take {needed}"
+    for c in study.comparisons:
+        if c.arm == arm:
+            text = f"{c.verdict}, {with_interval(c.effect)} {study.unit} against {c.baseline} over {c.effect.n} pairs"
+            needed = pairs_to_decide(c)
+            return text if needed is None else f"{text}; it would take {needed}"
+    return f"{loss.estimate:.4f} {loss.unit} over {loss.n} seeds"
 
 
 def grid_effects(study: Study) -> list[tuple[Effect, float]]:
@@ -122,26 +122,10 @@ def pairs_to_decide(c: Comparison) -> str | None:
 def write(study: Study, folder: Path) -> Path:
     """Write report.md, whose path is returned, its first table as CSV and LaTeX, and its pictures as PNG and PDF."""
     use_chinese_fonts(*study.plan.all_arms)
-    judgement = read_judgement(folder)
-    rows = []
-    narrow = []  # with fewer columns, for LaTeX
+    differences, effects = difference_table(study), effect_table(study)
     compared = {}  # effects by their text in the picture
-    for c in study.comparisons:
-        rows.append(comparison_row(study, c))
-        row = {"arm": c.effect.name, f"difference, {study.unit}": with_interval(c.effect), "pairs": c.effect.n}
-        narrow.append(row | {"p (Holm)": f"{c.p_holm:.2g}", "verdict": c.verdict})
-        compared[f"{c.arm}: {c.verdict}\n{rows[-1]['worth'] or ''}"] = c.effect
-    if rows and judgement is not None and judgement.interval is not None:
-        # The numbers of judge: those of a single test do not count its looks.
-        low, high = judgement.interval
-        rows[0] |= {"low": low, "high": high, "p (Holm)": judgement.p, "verdict": judgement.verdict}
-        narrow[0] |= {"p (Holm)": f"{judgement.p:.2g}", "verdict": judgement.verdict}
-        narrow[0][f"difference, {study.unit}"] = f"{judgement.difference:+.4f} [{low:+.4f}, {high:+.4f}]"
-    if rows:
-        save_table(folder / "differences", rows, narrow)
-    table_of_effects = [{"effect": e.name, **interval_columns(e), "p (Holm)": p} for e, p in grid_effects(study)]
-    if table_of_effects:
-        save_table(folder / "effects", table_of_effects, effect_rows(study))
+    for c, worth in zip(study.comparisons, differences.get("worth", ()), strict=True):
+        compared[f"{c.arm}: {c.verdict}\n{worth or ''}"] = c.effect
     bases = {c.baseline for c in study.comparisons}
     base = bases.pop() if len(bases) == 1 else "the baseline"
     xlabel = f"loss minus that of {base}, {study.unit}\nlower loss: better"
@@ -157,24 +141,32 @@ def write(study: Study, folder: Path) -> Path:
         with replacing(folder / f"{name}.{kind}") as file:
             figures[name].savefig(file, format=kind)
     is_study = folder.resolve().parent == STUDIES  # which is kept without pictures
-    replace_text(folder / "report.md", markdown_text(study, folder, () if is_study else drawn))
+    text = markdown_text(study, folder, differences, () if is_study else drawn)
+    replace_text(folder / "report.md", text)
+    judgement = read_judgement(folder)
+    if judgement is not None and judgement.interval is not None and study.comparisons:
+        # The numbers of judge: those of a single test do not count its looks.
+        low, high = judgement.interval
+        mean = f"{judgement.difference:+.4f} [{low:+.4f}, {high:+.4f}]"
+        numbers = {MEAN: mean, "low": low, "high": high, "p (Holm)": judgement.p, "verdict": judgement.verdict}
+        differences = differences.assign(**numbers)
+    save_table(folder / "differences", differences, ["arm", MEAN, "unit", "pairs", "p (Holm)", "verdict"])
+    save_table(folder / "effects", effects, ["effect", MEAN, "unit", "p (Holm)"])
     return folder / "report.md"
 
 
-def save_table(path: Path, rows: list[dict], narrow: list[dict]) -> None:
-    """Write rows as CSV, and narrow ones as LaTeX; path: without the suffix."""
-    replace_text(path.with_suffix(".csv"), pd.DataFrame(rows).to_csv(index=False))
-    latex = pd.DataFrame(narrow).to_latex(index=False, escape=True, na_rep=MISSING, float_format="%.3g")
-    replace_text(path.with_suffix(".tex"), f"% needs \\usepackage{{booktabs}}\n{latex}")
+def save_table(path: Path, rows: pd.DataFrame, narrow: list[str]) -> None:
+    """Write rows, if there are any, as CSV, and their narrow columns as LaTeX; path: without the suffix."""
+    if len(rows):
+        replace_text(path.with_suffix(".csv"), rows.drop(columns=MEAN, errors="ignore").to_csv(index=False))
+        latex = rows[narrow].to_latex(index=False, escape=True, na_rep=MISSING, float_format="%.3g")
+        replace_text(path.with_suffix(".tex"), f"% needs \\usepackage{{booktabs}}\n{latex}")
 
 
-def markdown_text(study: Study, folder: Path, drawn: Collection[str]) -> str:
+def markdown_text(study: Study, folder: Path, differences: pd.DataFrame, drawn: Collection[str]) -> str:
     """report.md, with links to the pictures that are drawn. Empty sections are left out."""
-    differences = []
-    for c in study.comparisons:
-        row = comparison_row(study, c)
-        others = {name: row[name] for name in row if name not in ("unit", "mean", "low", "high")}
-        differences.append({"arm": row["arm"], f"{study.unit}, {MEAN}": with_interval(c.effect)} | others)
+    differences = differences.drop(columns=NUMBERS, errors="ignore").rename(columns={MEAN: f"{study.unit}, {MEAN}"})
+    effects = effect_table(study).drop(columns=NUMBERS, errors="ignore")
     changes = read_lines(folder / "changes.jsonl")
     judgement = read_judgement(folder)
     fields = {change["field"] for change in changes}
@@ -184,8 +176,8 @@ def markdown_text(study: Study, folder: Path, drawn: Collection[str]) -> str:
     machines = hours.agg([("runs", "size"), ("hours of training", "sum")])
     sections = [  # title, picture, text
         ("Differences", "differences", [about(study), table(differences), COLUMNS]),
-        ("Effects of the grid", "effects", [table(effect_rows(study))]),
-        ("Paired difference over steps, on at most 16,384 tokens of the validation text", "steps", []),
+        ("Effects of the grid", "effects", [table(effects)]),
+        (f"Paired difference over steps, on at most {CURVE_TOKENS:,} tokens of the validation text", "steps", []),
         ("Arms", None, [table(arm_row(study, arm) for arm in study.plan.all_arms), STREAM]),
         ("Learning rates", "sweep", [table(study.sweep.reset_index())]),
         ("Rerun spread and placebo", None, [table(study.spread.reset_index())]),
@@ -237,30 +229,24 @@ def about(study: Study) -> str:
     return " ".join(sentences)
 
 
-def comparison_row(study: Study, c: Comparison) -> dict:
-    worth = study.in_steps(c.baseline, c.effect.estimate, c.effect.interval)
-    return {
-        "arm": c.effect.name,
-        **interval_columns(c.effect),
-        "worth": worth and str(worth),
-        "verdict": c.verdict,
-        "p (Holm)": c.p_holm,
-        "p of equivalence (Holm)": c.p_equivalence,
-        "pairs": c.effect.n,
-        "std of a pair": c.deviation,
-        "it would take": pairs_to_decide(c),
-    }
+def difference_table(study: Study) -> pd.DataFrame:
+    rows = []
+    for c in study.comparisons:
+        row = {"arm": c.effect.name, **interval_columns(c.effect)}
+        row |= {"worth": study.in_steps(c.baseline, c.effect.estimate, c.effect.interval), "verdict": c.verdict}
+        row |= {"p (Holm)": c.p_holm, "p of equivalence (Holm)": c.p_equivalence, "pairs": c.effect.n}
+        rows.append(row | {"std of a pair": c.deviation, "it would take": pairs_to_decide(c)})
+    return pd.DataFrame(rows)
+
+
+def effect_table(study: Study) -> pd.DataFrame:
+    return pd.DataFrame({"effect": e.name, **interval_columns(e), "p (Holm)": p} for e, p in grid_effects(study))
 
 
 def interval_columns(effect: Effect) -> dict:
-    """What the CSV files have of a mean and its 95% interval."""
+    """A mean and its 95% interval as one text, and as CSV files have them."""
     low, high = effect.interval
-    return {"unit": effect.unit, "mean": effect.estimate, "low": low, "high": high}
-
-
-def effect_rows(study: Study) -> list[dict]:
-    """The effects of a grid as report.md and LaTeX have them."""
-    return [{"effect": e.name, MEAN: with_interval(e), "p (Holm)": p} for e, p in grid_effects(study)]
+    return {MEAN: with_interval(effect), "unit": effect.unit, "mean": effect.estimate, "low": low, "high": high}
 
 
 def arm_row(study: Study, name: str) -> dict:

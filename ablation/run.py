@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from ablation.plan import Plan, Run, replace_settings, run_settings
+from ablation.plan import CURVE_TOKENS, Plan, Run, replace_settings, run_settings
 from ablation.records import Row
 from ablation.stats import six_digits
 from data.batches import Batch
@@ -29,7 +29,6 @@ from training.step import Diverged
 from training.weights import initial_model
 
 CODE = ("checkpoints", "data", "kernels", "model", "training")  # packages that decide what a run gives
-CURVE_TOKENS = 16_384  # of the validation set, for points along a run; the final loss uses all
 
 
 def train_run(plan: Plan, run: Run, torch_device: str, threads: int | None, workers: int) -> Row:

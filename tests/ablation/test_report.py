@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -25,6 +26,10 @@ def rows_of(markdown: str, title: str) -> list[dict[str, str]]:
     section = markdown.split(f"## {title}\n")[1].split("\n## ")[0]
     head, _, *lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("|")]
     return [dict(zip(head, line, strict=True)) for line in lines]
+
+
+def markdown(finished: Study, folder: Path) -> str:
+    return report.markdown_text(finished, folder, report.difference_table(finished), ())
 
 
 def test_the_numbers_are_those_of_the_study(finish, tmp_path):
@@ -83,12 +88,12 @@ def test_pairs_that_do_not_count_and_a_limit_that_was_reached_are_said(finish):
 
 def test_a_judged_folder_repeats_the_verdict_and_says_which_interval_is_right(finish, tmp_path):
     (tmp_path / "changes.jsonl").write_text('{"field": "seeds"}\n{"field": "margin"}\n')
-    text = report.markdown_text(finish(PLAN, losses), tmp_path, ())
+    text = markdown(finish(PLAN, losses), tmp_path)
     assert all(f"Note: {words}." in text for words in report.CHANGED_LATE.values())
     about = {"baseline": "layer", "idea": "rms", "unit": "", "reason": "decided after 4 pairs", "level": 0.05}
     judgement = Judgement(**about, verdict="keep", difference=-0.1, interval=(-0.2, -0.05))
     (tmp_path / JUDGEMENT).write_text(str(judgement), encoding="utf-8")
-    text = report.markdown_text(finish(PLAN, losses), tmp_path, ())
+    text = markdown(finish(PLAN, losses), tmp_path)
     assert "- judge: keep, -0.1 [-0.2, -0.05]; decided after 4 pairs\n" in text and "below are too narrow" in text
     assert not any(words in text for words in report.CHANGED_LATE.values())
     report.write(finish(PLAN, losses), tmp_path)
@@ -100,4 +105,4 @@ def test_a_judged_folder_repeats_the_verdict_and_says_which_interval_is_right(fi
     "folder", sorted(path.parent for path in STUDIES.glob("*/runs.jsonl")), ids=lambda path: path.name
 )
 def test_a_committed_report_is_what_its_records_give(folder):
-    assert report.markdown_text(study.load(folder), folder, ()) == (folder / "report.md").read_text(encoding="utf-8")
+    assert markdown(study.load(folder), folder) == (folder / "report.md").read_text(encoding="utf-8")
