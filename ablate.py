@@ -140,12 +140,10 @@ def parse(arguments: list[str], command_type: type[CompareFlags] = CompareFlags)
 
 def check_words(arguments: list[str], command_type: type[CompareFlags]) -> None:
     """`UserError` for flags of train.py and judge."""
-    own = {f.name for kind in (JudgeFlags, Plan) for f in dataclasses.fields(kind)}
-    own.add("learning_rate")  # there is --learning-rates
     of_judge = {f.name for f in dataclasses.fields(JudgeFlags)} - {f.name for f in dataclasses.fields(CompareFlags)}
     for word in arguments:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_") if word.startswith("--") else ""
-        if name in TYPES.keys() - own:
+        if name in TYPES.keys() - {"steps", "learning_rate"}:  # there are --steps and --learning-rates
             use = f"--vary {name}=VALUE sets it in all runs, --vary {name}=VALUE,VALUE compares values"
             raise UserError(f"{word} is a setting of train.py; {use}.")
         if name in of_judge and command_type is not JudgeFlags:
@@ -261,7 +259,10 @@ def judge_idea(command: JudgeFlags) -> int:
         if campaign:
             folder, level = campaign.idea_folder(plan.name, run_flags(plan)), campaign.level
             plan = dataclasses.replace(plan, first_seed=campaign.first_seed)
-        judge.check_plan(plan)
+        if len(plan.all_arms) != 2:
+            raise UserError(f"judge compares two arms, a baseline and another; here are {len(plan.all_arms)}.")
+        if plan.seeds < 2 * judge.LOOKS:
+            raise UserError(f"judge needs --seeds {2 * judge.LOOKS} or more, not {plan.seeds}.")
         from ablation import execute  # imports torch
 
         with lock(folder, command):

@@ -89,33 +89,35 @@ class Experiment:
 
     def check_comparable(self, row: Row) -> None:
         """`UserError` if text or code are not those of the rows before: further runs would not be either."""
-        for earlier in self.rows:
-            for what in ("text", "code"):
-                if getattr(earlier, f"{what}_hash") not in ("", getattr(row, f"{what}_hash")):
-                    fix = "restore it, and the same command goes on; or give another --out"
-                    raise UserError(f"the {what} was changed since the first runs of {self.folder}; {fix}.")
+        for what in ("text", "code"):
+            if {getattr(earlier, f"{what}_hash") for earlier in self.rows} - {"", getattr(row, f"{what}_hash")}:
+                fix = "restore it, and the same command goes on; or give another --out"
+                raise UserError(f"the {what} was changed since the first runs of {self.folder}; {fix}.")
 
 
 def local_workers(torch_device: str, jobs: int | None) -> Workers:
     if jobs is not None and jobs < 1:
         raise UserError(f"--jobs {jobs} must be at least 1.")
     chosen = choose_device(torch_device)
+    devices, threads = [str(chosen)], None
     if chosen.type == "cpu":
         # `taskset`, Slurm and cpusets may allow fewer cores than the machine has.
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        slots = ["cpu"] * (jobs or cores)
-        return Workers(device_model("cpu"), slots, max(1, torch.get_num_threads() // len(slots)), start_process)
-    devices = [str(chosen)]
+        jobs = jobs or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+        threads = max(1, torch.get_num_threads() // jobs)
     if chosen.type == "cuda" and torch_device == "auto":  # GPUs of one model, as all arms of a seed are made on it
         gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
         devices = [gpu for gpu in gpus if device_model(gpu) == device_model(gpus[0])]
     # Several jobs may share a GPU: a small model leaves it mostly idle.
     slots = [devices[index % len(devices)] for index in range(jobs or len(devices))]
-    return Workers(device_model(devices[0]), slots, None, start_process)
+    return Workers(device_model(devices[0]), slots, threads, start_process)
 
 
-def load_experiment(plan: Plan, folder: Path, torch_device: str = "auto", jobs: int | None = None) -> Experiment:
-    """The experiment of a folder with its finished runs; those that failed are forgotten and made again."""
+def open_experiment(
+    plan: Plan, folder: Path, torch_device: str = "auto", jobs: int | None = None, ray: str | None = None
+) -> Experiment:
+    """Print a plan, and return its experiment in a folder, without runs that failed: they are made again. `UserError`:
+    further runs would fail, or be no pairs of finished ones."""
+    check_arms(plan)
     rows = [row for row in read_rows(folder) if row.status != "failed"]
     if rows and not {row.arm for row in rows} & {*plan.all_arms}:
         raise UserError(f"{folder} has the runs of another plan; give another --out.")
@@ -128,7 +130,17 @@ def load_experiment(plan: Plan, folder: Path, torch_device: str = "auto", jobs: 
         if row.arm in plan.all_arms and settings_hash(run_settings(plan, row)) != row.settings_hash:
             difference = "had other settings" if row.settings_hash else "does not say which settings it had"
             raise UserError(f"a finished run ({row}) of {folder} {difference}; give another --out.")
-    return Experiment(plan, folder, local_workers(torch_device, jobs), rows)
+    if ray is None:
+        workers = local_workers(torch_device, jobs)
+    elif jobs is not None or torch_device != "auto":
+        raise UserError("--ray uses every device of the cluster; leave out --jobs and --device.")
+    else:
+        from ablation import cluster
+
+        workers = cluster.join(ray)
+    experiment = Experiment(plan, folder, workers, rows)
+    print(report.plan_in_words(experiment.study, len(workers.slots)), flush=True)
+    return experiment
 
 
 def execute(experiment: Experiment) -> None:
@@ -166,8 +178,8 @@ def execute(experiment: Experiment) -> None:
 
 
 def write_plan(experiment: Experiment, unrecorded: Collection[str] = ()) -> list[str]:
-    """Write plan.toml; returns the fields that differ from the earlier plan. If runs are finished, all of them but
-    `unrecorded` ones are appended to changes.jsonl."""
+    """Write plan.toml. If runs are finished, the fields that were changed after them, but for `unrecorded` ones, are
+    appended to changes.jsonl and returned."""
     experiment.folder.mkdir(parents=True, exist_ok=True)
     path = experiment.folder / "plan.toml"
     after = dataclasses.asdict(experiment.plan)
@@ -179,12 +191,11 @@ def write_plan(experiment: Experiment, unrecorded: Collection[str] = ()) -> list
         append(experiment.folder / "changes.jsonl", change | {"finished_runs": len(experiment.rows)})
     if changed or not before:  # else it keeps its comments
         save_plan(experiment.plan, path)
-    return changed
+    return recorded
 
 
 def prepare_process(is_first: bool) -> None:
-    """For a process that trains: it ends when the process that started it has died. Only the first of a comparison
-    prints its notes, which the others would repeat."""
+    """For a process that trains: it ends with the one that started it; only the first of a comparison prints notes."""
     if not is_first:
         sys.stderr = open(os.devnull, "w", encoding="utf-8", errors="replace")  # noqa: SIM115
     tqdm.set_lock(threading.RLock())  # instead of a semaphore of the system, which would outlive it with a warning
@@ -224,7 +235,6 @@ def estimate_runs(experiment: Experiment, torch_device: str) -> None:
         print(f"a run of {name}:", flush=True)
         settings = replace_settings(arm.settings, {"device": torch_device})
         seconds += runs[name] * estimate(settings, advises=False) / workers
-    overhead = format_time(OVERHEAD * runs.total() / workers)
     print(f"all runs that can start: {runs.total()}, {workers} at once, about {format_time(seconds)} of training,")
     more = ""
     if seconds > 3600 * plan.hours:
@@ -232,58 +242,42 @@ def estimate_runs(experiment: Experiment, torch_device: str) -> None:
     elif study.pairs is None or study.missing(study.sweep_runs):
         reruns = "reruns (--rerun-seeds) and " if plan.rerun_seeds and study.missing(study.sweep_runs) else ""
         more = f"; then {reruns}the final pairs, within {plan.hours:g} hours in all"
-    print(f"  and {overhead} of start-up and evaluations{more}")
+    print(f"  and {format_time(OVERHEAD * runs.total() / workers)} of start-up and evaluations{more}")
 
 
 def check_arms(plan: Plan) -> None:
     """`UserError` for arms that cannot be trained."""
     evaluated = set()  # on which tokens, in conversations, where there are no bits per byte
     for arm in plan.all_arms.values():
-        settings = arm.settings
-        if settings.run.init_from is not None:
-            find_checkpoint(settings.run.init_from)
-        is_here = not any(name in HUB_TEXTS or name.startswith("hub:") for name in settings.data.data)
-        files = resolve(settings.data) if is_here else []
-        source = settings.data.tokenizer or settings.run.init_from
+        run, data = arm.settings.run, arm.settings.data
+        if run.init_from is not None:
+            find_checkpoint(run.init_from)
+        is_download = any(name in HUB_TEXTS or name.startswith("hub:") for name in data.data)
+        files = [] if is_download else resolve(data)
+        source = data.tokenizer or run.init_from
         if source is not None and find_conversations(files):
             tokenizer = load_tokenizer(source)
-            evaluated.add((tokenizer.hash, tokenizer.chat_template, settings.data.sequence_length))
+            evaluated.add((tokenizer.hash, tokenizer.chat_template, data.sequence_length))
         with torch.device("meta"):  # no memory
-            freeze_parameters(Decoder(settings.model), settings.run.freeze)
+            freeze_parameters(Decoder(arm.settings.model), run.freeze)
     if len(evaluated) > 1:
         why = "with another tokenizer, chat template or sequence_length, conversations become other tokens"
         raise UserError(f"{why}, whose losses cannot be compared; give all arms the same.")
 
 
-def open_experiment(plan: Plan, folder: Path, torch_device: str, jobs: int | None, ray: str | None) -> Experiment:
-    """`load_experiment`, and print the plan; `UserError` also for what only a run would find."""
-    check_arms(plan)
-    if ray is not None and (jobs is not None or torch_device != "auto"):
-        raise UserError("--ray uses every device of the cluster; leave out --jobs and --device.")
-    experiment = load_experiment(plan, folder, torch_device, jobs)
-    if ray is not None:
-        from ablation import cluster
-
-        experiment.workers = cluster.join(ray)
-    print(report.plan_in_words(experiment.study, len(experiment.workers.slots)), flush=True)
-    return experiment
-
-
 def compare(experiment: Experiment) -> None:
     """Train the runs that are missing, and report."""
     (experiment.folder / JUDGEMENT).unlink(missing_ok=True)  # of fewer pairs
-    changed = write_plan(experiment)
-    for name, words in report.CHANGED_LATE.items():
-        if name in changed and experiment.rows:
-            print(f"note: {words}")
+    for name in write_plan(experiment):
+        if name in report.CHANGED_LATE:
+            print(f"note: {report.CHANGED_LATE[name]}")
     execute(experiment)
-    write_report(experiment, *report.headline(experiment.study))
+    print_report(experiment, *report.headline(experiment.study))
 
 
 def judge(experiment: Experiment, level: float) -> Judgement:
-    """Train the pairs of one look after another until one decides at this two-sided level, and report; print every
-    judgement, of which the last is returned.
-    """
+    """Train the pairs of one look after another until one decides at this two-sided level, and report; print each
+    judgement, and return the last."""
     plan = experiment.plan
     looks = pairs_of_looks(plan.seeds)
     earlier = read_judgement(experiment.folder)
@@ -299,10 +293,10 @@ def judge(experiment: Experiment, level: float) -> Judgement:
             break
         print(judgement, flush=True)
     replace_text(experiment.folder / JUDGEMENT, f"{judgement}\n")
-    write_report(experiment, judgement)
+    print_report(experiment, judgement)
     return judgement
 
 
-def write_report(experiment: Experiment, *last_lines: object) -> None:
+def print_report(experiment: Experiment, *last_lines: object) -> None:
     path = report.write(experiment.study, experiment.folder)
     print(f"report: {path}", *last_lines, sep="\n")

@@ -21,7 +21,6 @@ import numpy as np
 import pandas as pd
 from scipy import optimize, special
 
-from ablation.plan import Plan
 from ablation.records import Judgement, append, read_lines
 from ablation.report import save_table, table
 from ablation.stats import SIGNIFICANCE, six_digits, standard_error, t_test_p
@@ -59,42 +58,26 @@ def pairs_of_looks(maximum: int) -> list[int]:
     return [maximum * look // LOOKS for look in range(1, LOOKS + 1)]
 
 
-def check_plan(plan: Plan) -> None:
-    """`UserError` for what cannot be judged."""
-    if len(plan.all_arms) != 2:
-        raise UserError(f"judge compares two arms, a baseline and another; here are {len(plan.all_arms)}.")
-    if plan.seeds < 2 * LOOKS:
-        raise UserError(f"judge needs --seeds {2 * LOOKS} or more, not {plan.seeds}.")
-
-
-def interval_at_look(differences: np.ndarray, looks: list[int], level: float) -> tuple[float, float]:
-    """The interval of the mean over the pairs of one of the looks, without 0 where the test decides at this level."""
-    n = len(differences)
-    limit = boundary(level, len(looks)) * math.sqrt(len(looks) / (looks.index(n) + 1))  # of |z|
-    reach = -special.stdtrit(n - 1, special.ndtr(-limit)) * standard_error(differences)
-    return six_digits(differences.mean() - reach), six_digits(differences.mean() + reach)
-
-
 def decide(differences: np.ndarray, looks: list[int], level: float, **about: object) -> Judgement:
     """The judgement on the pairs of one of the looks, at a two-sided level; about: its fields beside the test."""
-    n = len(differences)
+    n, mean = len(differences), differences.mean()
     look = looks.index(n) + 1
-    low, high = interval_at_look(differences, looks, level)
+    share = look / len(looks)
+    limit = boundary(level, len(looks)) / math.sqrt(share)  # of |z|
+    reach = -special.stdtrit(n - 1, special.ndtr(-limit)) * standard_error(differences)
     verdict, decided = "inconclusive", "not decided"
-    if high < 0:
-        verdict, decided = "keep", "decided"
-    if low > 0:
-        verdict, decided = "discard", "decided"
+    if abs(mean) > reach:
+        verdict, decided = ("keep" if mean < 0 else "discard"), "decided"
     z = -special.ndtri(max(t_test_p(differences) / 2, 1e-300))
     return Judgement(
         **about,
         verdict=verdict,
         reason=f"{decided} after {n} of at most {looks[-1]} pairs",
-        difference=six_digits(differences.mean()),
-        interval=(low, high),
+        difference=six_digits(mean),
+        interval=(six_digits(mean - reach), six_digits(mean + reach)),
         pairs=n,
         looks=tuple(looks[:look]),
-        p=six_digits(crossing_probability(z * math.sqrt(look / len(looks)), len(looks))),
+        p=six_digits(crossing_probability(z * math.sqrt(share), len(looks))),
         level=six_digits(level),
     )
 
@@ -111,9 +94,9 @@ def judge_study(study: Study, looks: list[int], level: float) -> Judgement:
     if len(differences) < study.plan.seeds:
         about["reason"] = "runs did not complete, or the hours are used up"
         return Judgement(**about, verdict="inconclusive", pairs=len(differences), level=six_digits(level))
-    interval = interval_at_look(differences, looks, level)
-    steps = study.in_steps(base, six_digits(differences.mean()), interval)
-    return decide(differences, looks, level, **about, steps=steps)
+    judgement = decide(differences, looks, level, **about)
+    steps = study.in_steps(base, judgement.difference, judgement.interval)
+    return dataclasses.replace(judgement, steps=steps)
 
 
 def lond_level(fdr: float, number: int, keeps: int) -> float:
@@ -183,10 +166,9 @@ class Campaign:
         rows = []
         for line in self.ledger:
             low, high = line.interval or (None, None)
-            row = {"idea": line.idea, "baseline": line.baseline, "verdict": line.verdict, "unit": line.unit}
-            row |= {"difference": line.difference, "low": low, "high": high, "worth": line.steps}
-            row |= {"looks": ", ".join(map(str, line.looks)), "p": line.p, "level": line.level}
-            rows.append(row)
+            row = {name: getattr(line, name) for name in ("idea", "baseline", "verdict", "unit", "difference")}
+            row |= {"low": low, "high": high, "worth": line.steps, "looks": ", ".join(map(str, line.looks))}
+            rows.append(row | {"p": line.p, "level": line.level})
         narrow = ["idea", "baseline", "difference", "low", "high", "p", "level", "verdict"]
         save_table(self.folder / "ideas", pd.DataFrame(rows), narrow)
         keeps = "; ".join(line.idea for line in self.ledger if line.verdict == "keep")
@@ -245,9 +227,8 @@ def judge_pairs(path: Path, campaign: Campaign | None) -> None:
     ideas = read_pairs(path)
     if len(ideas) > 1 and not campaign:
         log("note: --campaign FOLDER limits how many of several ideas, each with its own seeds, are kept wrongly")
-    judged = {}
+    judged = {seed: line.idea for line in campaign.ledger for seed in line.seeds} if campaign else {}
     if campaign:
-        judged = {seed: line.idea for line in campaign.ledger for seed in line.seeds}
         idea_by_seed = dict(judged)
         for idea, pairs in ideas.items():
             for seed in map(int, pairs.index):

@@ -251,13 +251,8 @@ def load_plan(path: Path) -> Plan:
 def save_plan(plan: Plan, path: Path) -> None:
     """Write a plan that `load_plan` reads, without what is empty."""
     values = {name: value for name, value in dataclasses.asdict(plan).items() if value not in (None, (), {}, "")}
-    replace_text(path, tomli_w.dumps(without_none(values)))
-
-
-def without_none(value: Any) -> Any:
-    """The same with "none" for None, which TOML lacks."""
-    if isinstance(value, dict):
-        return {name: without_none(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [without_none(one) for one in value]
-    return "none" if value is None else value
+    for arm in values.get("arms", {}).values():
+        arm.update({name: "none" for name in arm if arm[name] is None})  # TOML has no None
+    for choices in values.get("vary", {}).values():
+        choices[:] = ["none" if value is None else value for value in choices]
+    replace_text(path, tomli_w.dumps(values))

@@ -128,8 +128,8 @@ def write(study: Study, folder: Path) -> Path:
         compared[f"{c.arm}: {c.verdict}\n{worth or ''}"] = c.effect
     bases = {c.baseline for c in study.comparisons}
     base = bases.pop() if len(bases) == 1 else "the baseline"
-    xlabel = f"loss minus that of {base}, {study.unit}\nlower loss: better"
     effect_label = f"effect on the loss, {study.unit}"
+    xlabel = f"loss minus that of {base}, {study.unit}\nlower loss: better"
     figures = {
         "differences": plots.forest(compared, xlabel, study.plan.margin),
         "effects": plots.forest({effect.name: effect for effect in study.effects}, effect_label, study.plan.margin),
@@ -141,8 +141,7 @@ def write(study: Study, folder: Path) -> Path:
         with replacing(folder / f"{name}.{kind}") as file:
             figures[name].savefig(file, format=kind)
     is_study = folder.resolve().parent == STUDIES  # which is kept without pictures
-    text = markdown_text(study, folder, differences, () if is_study else drawn)
-    replace_text(folder / "report.md", text)
+    replace_text(folder / "report.md", markdown_text(study, folder, differences, () if is_study else drawn))
     judgement = read_judgement(folder)
     if judgement is not None and judgement.interval is not None and study.comparisons:
         # The numbers of judge: those of a single test do not count its looks.
@@ -255,14 +254,13 @@ def arm_row(study: Study, name: str) -> dict:
     vocab_sizes = rows.vocab_size.dropna()
     if len(vocab_sizes):
         config = dataclasses.replace(config, vocab_size=int(vocab_sizes.iloc[0]))
-    loss = with_interval(study.mean_loss(name, {name: 1.0}), ".4f")
     if config.norm_placement not in ("pre", "post"):  # others have norms that read a block's output
         rows = rows.assign(mean_over_std=math.nan, cosine_with_ones=math.nan)
     return {
         "arm": name,
         "learning rate": f"{study.chosen_learning_rates.get(name, math.nan):g}",
         "completed": f"{(rows.status == 'completed').sum()} of {len(rows)}" if len(rows) else "not finished",
-        study.unit: loss,
+        study.unit: with_interval(study.mean_loss(name, {name: 1.0}), ".4f"),
         "bits per byte": rows.bits_per_byte.mean(skipna=False),
         "parameters": num_parameters(config),
         "in norms": num_norm_parameters(config),

@@ -37,8 +37,7 @@ def claim_row(name: str, claim: dict, effects_by_page: dict[str, list[Effect]]) 
     holds_if = bounds if math.isfinite(high) else f"above {low:g}"
     row = {"": name, "claim": claim["text"], "measured": MISSING, "holds if": holds_if, "verdict": "not measured"}
     for page, measured in effects_by_page.items():
-        patterns = claim["effects"]
-        named = [effect for effect in measured if any(fnmatchcase(effect.name, pattern) for pattern in patterns)]
+        named = [effect for effect in measured if any(fnmatchcase(effect.name, glob) for glob in claim["effects"])]
         if named:
             deciding = min(named, key=lambda effect: VERDICTS.index(judge(effect, low, high)))
             # Two digits: further digits of so small a number differ between processors.
@@ -72,8 +71,7 @@ def sweeps(study: Study) -> Iterator[Effect]:
     would seem to vary less.
     """
     rows = study.rows[study.rows.phase == "sweep"]
-    table = {"values": study.loss_column, "index": "arm", "columns": "seed"}
-    ranges = rows.pivot_table(**table, aggfunc=np.ptp, observed=True)  # NaN where a run diverged
+    ranges = rows.pivot_table(study.loss_column, "arm", "seed", aggfunc=np.ptp, observed=True)  # NaN: a run diverged
     ranges = ranges.reindex(study.plan.all_arms)
     for setting in study.plan.varied:
         values = np.array([str(arm.value(setting)) for arm in study.plan.all_arms.values()])

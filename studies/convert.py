@@ -58,15 +58,14 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
         if origins[name].endswith(CENTERED):
             center_residual_writers(session.model)
         if not start:
-            row = train_with_saves(session, run, quarters, folder)
+            rows.append(train_with_saves(session, run, quarters, folder))
         elif start in QUARTERS:  # converted in the middle of that run: the rest of its steps
             load_moments(last, session.model, session.optimizer)
             session.state = dataclasses.replace(read_state(last), seconds=0.0)
-            row = make_row(session, run, "", 1)
+            rows.append(make_row(session, run, "", 1))
         else:  # converted at the end: as it is, or after the steps of the arm
             row = make_row(session, run, "", 1, train="steps" in plan.all_arms[name].changes)
-            row = dataclasses.replace(row, batches_hash="")
-        rows.append(row)
+            rows.append(dataclasses.replace(row, batches_hash=""))
     return rows
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ablation import execute
-from ablation.execute import Experiment
+from ablation.execute import Experiment, open_experiment
 from ablation.plan import Plan, Run
 from ablation.records import Row, as_table
 from ablation.run import train_run
@@ -69,7 +69,7 @@ def trained(config, here, tmp_path_factory) -> Experiment:
     """Three norms: two final pairs, and reruns."""
     norms = {"norm": ["layer", "rms", "none"]}
     plan = Plan(config=str(config), vary=norms, seeds=2, rerun_seeds=1, learning_rates=(2e-2,))
-    experiment = execute.load_experiment(plan, tmp_path_factory.mktemp("comparison"), "cpu", 1)
+    experiment = open_experiment(plan, tmp_path_factory.mktemp("comparison"), "cpu", 1)
     execute.write_plan(experiment)
     carry_out(experiment, here)
     return experiment

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ablation import execute, study
-from ablation.execute import Experiment, load_experiment, local_workers, write_plan
+from ablation.execute import Experiment, local_workers, open_experiment, write_plan
 from ablation.plan import Plan, Run, load_plan, run_settings
 from ablation.records import Row, append_rows, read_lines, read_rows
 from ablation.run import settings_hash
@@ -31,7 +31,7 @@ PLAN = Plan(vary={"norm": ["layer", "rms"]}, seeds=2, rerun_seeds=0, learning_ra
 @pytest.fixture
 def experiment(config, tmp_path) -> Experiment:
     """Nothing is done yet."""
-    started = load_experiment(dataclasses.replace(PLAN, config=str(config)), tmp_path / "out", "cpu", 2)
+    started = open_experiment(dataclasses.replace(PLAN, config=str(config)), tmp_path / "out", "cpu", 2)
     write_plan(started)
     return started
 
@@ -66,7 +66,7 @@ def test_a_trained_comparison_has_a_row_for_each_run_and_is_never_repeated(train
     loaded = study.load(trained.folder)
     assert loaded.counted_seeds and not failed(trained) and {c.effect.n for c in loaded.comparisons} == {2}
     assert len(read_rows(trained.folder)) == len(loaded.rows) == len(loaded.runs_in_time)
-    again, made = load_experiment(trained.plan, trained.folder, "cpu", 1), []
+    again, made = open_experiment(trained.plan, trained.folder, "cpu", 1), []
     carry_out(again, lambda experiment, run, device: made.append(run))
     assert not made
 
@@ -75,7 +75,7 @@ def test_a_comparison_killed_within_a_line_resumes_to_the_rows_of_an_uninterrupt
     shutil.copy(trained.folder / "machine.toml", tmp_path)
     lines = (trained.folder / "runs.jsonl").read_bytes().splitlines(keepends=True)
     (tmp_path / "runs.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:100])
-    resumed = load_experiment(trained.plan, tmp_path, "cpu", 1)
+    resumed = open_experiment(trained.plan, tmp_path, "cpu", 1)
     carry_out(resumed, here)
     folders = (tmp_path, trained.folder)
     timeless = {"seconds": 0, "all_seconds": 0}
@@ -90,7 +90,7 @@ def test_a_run_that_raises_is_a_failed_row_that_costs_no_other_and_is_tried_agai
     carry_out(experiment, start_of(raising))
     assert [(r.arm, r.seed, r.reason[:17]) for r in failed(experiment)] == [("rms", 1, "ZeroDivisionError")]
     assert len(experiment.rows) == 4 and experiment.study.comparisons == []
-    again = load_experiment(experiment.plan, experiment.folder, "cpu", 1)
+    again = open_experiment(experiment.plan, experiment.folder, "cpu", 1)
     carry_out(again, start_of(lambda run, device: ended(run, 4.0)))
     finished = study.load(experiment.folder).rows
     assert [(r.arm, r.seed) for r in finished[finished.loss == 4].itertuples()] == [("rms", 1)] and len(finished) == 4
@@ -117,16 +117,16 @@ def test_each_device_is_used_by_one_run_at_a_time(experiment, ended):
 
 def test_runs_with_other_settings_are_refused_and_changes_of_the_plan_written_down(trained, tmp_path, monkeypatch):
     append_rows(tmp_path, *trained.rows)
-    write_plan(load_experiment(trained.plan, tmp_path))
+    write_plan(open_experiment(trained.plan, tmp_path))
     with pytest.raises(UserError, match="had other settings"):
-        load_experiment(dataclasses.replace(trained.plan, steps=5), tmp_path)
+        open_experiment(dataclasses.replace(trained.plan, steps=5), tmp_path)
     monkeypatch.setattr(execute, "code_hash", lambda: "another")
     with pytest.raises(UserError, match="the code in checkpoints, data, kernels, model or training was changed"):
-        load_experiment(trained.plan, tmp_path)
+        open_experiment(trained.plan, tmp_path)
     monkeypatch.undo()
     with pytest.raises(UserError, match="runs of another plan"):
-        load_experiment(dataclasses.replace(trained.plan, vary={"qk_norm": [True, False]}), tmp_path)
-    write_plan(load_experiment(dataclasses.replace(trained.plan, margin=0.5), tmp_path))
+        open_experiment(dataclasses.replace(trained.plan, vary={"qk_norm": [True, False]}), tmp_path)
+    write_plan(open_experiment(dataclasses.replace(trained.plan, margin=0.5), tmp_path))
     (change,) = read_lines(tmp_path / "changes.jsonl")
     assert change == {"field": "margin", "before": "0.005", "after": "0.5", "finished_runs": len(trained.rows)}
 
@@ -141,7 +141,7 @@ def test_a_plan_is_written_before_the_first_run_and_what_is_changed_late_is_said
     monkeypatch.setattr(execute, "start_process", start)
     for margin, notes in ((0.005, 0), (0.5, 1)):
         plan = dataclasses.replace(experiment.plan, margin=margin)
-        execute.compare(execute.open_experiment(plan, tmp_path / "norms", "cpu", 1, None))
+        execute.compare(open_experiment(plan, tmp_path / "norms", "cpu", 1, None))
         assert capsys.readouterr().out.count("note: a margin that is changed after a look") == notes
 
 
@@ -181,7 +181,7 @@ def test_a_run_on_another_device_has_failed_and_another_text_or_other_code_ends_
 def test_unfinished_seeds_of_another_device_are_made_again_and_finished_ones_kept(experiment, ended, start_of):
     wanted = experiment.study.runs_in_time
     append_rows(experiment.folder, *(ended(run, device="GPU") for run in wanted[:3]))
-    again = load_experiment(experiment.plan, experiment.folder, "cpu", 1)
+    again = open_experiment(experiment.plan, experiment.folder, "cpu", 1)
     carry_out(again, start_of(lambda run, device: ended(run)))
     devices = study.load(experiment.folder).rows.set_index(["seed", "arm"]).device.sort_index()
     assert devices.tolist() == ["GPU", "GPU", *[experiment.workers.device] * 2]
@@ -193,7 +193,7 @@ def test_runs_in_other_processes_are_those_of_this_one_and_a_killed_one_costs_it
     execute.execute(experiment)
     ours, theirs = ({(r.arm, r.seed): r.loss for r in e.rows if r.phase == "final"} for e in (experiment, trained))
     assert len(ours) == 4 and ours.items() <= theirs.items()
-    killed = load_experiment(dataclasses.replace(experiment.plan, seeds=3), experiment.folder, "cpu", 2)
+    killed = open_experiment(dataclasses.replace(experiment.plan, seeds=3), experiment.folder, "cpu", 2)
     monkeypatch.setattr(execute, "train_run", kill_itself)
     execute.execute(killed)
     assert [row.reason for row in failed(killed)] == ["its process was killed, perhaps for lack of memory"] * 2
@@ -224,7 +224,7 @@ def test_twelve_runs_on_two_workers_one_of_which_is_killed_are_those_of_the_pool
     psutil = pytest.importorskip("psutil")
     norms = {"norm": ["layer", "rms", "none"]}
     plan = Plan(config=str(config), vary=norms, seeds=4, rerun_seeds=0, learning_rates=(2e-2,))
-    local, spread = (execute.load_experiment(plan, tmp_path / name, "cpu", 1) for name in ("local", "cluster"))
+    local, spread = (open_experiment(plan, tmp_path / name, "cpu", 1) for name in ("local", "cluster"))
     for experiment in (local, spread):
         execute.write_plan(experiment)
     carry_out(local, here)

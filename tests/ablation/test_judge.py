@@ -11,8 +11,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
+import ablate
 from ablation import execute, study
-from ablation.judge import LOOKS, boundary, check_plan, decide, pairs_of_looks
+from ablation.judge import LOOKS, boundary, decide, pairs_of_looks
 from ablation.plan import JUDGED_PAIRS, Plan
 from errors import UserError
 from tests.ablation import simulated
@@ -72,7 +73,7 @@ def judged_with(row, start_of, config, tmp_path, capsys, monkeypatch):
     def judge(loss, **fields) -> list[dict]:
         plan = dataclasses.replace(PLAN, config=str(config), **fields)
         workers = execute.Workers("CPU", ["cpu"], 1, start_of(lambda run, device: row(run, loss(run))))
-        monkeypatch.setattr(execute, "write_report", lambda *_: None)
+        monkeypatch.setattr(execute, "print_report", lambda *_: None)
         last = execute.judge(execute.Experiment(plan, tmp_path, workers, []), 0.05)
         return [*map(json.loads, [*capsys.readouterr().out.splitlines(), str(last)])]
 
@@ -110,11 +111,10 @@ def test_a_change_that_diverges_is_discarded_and_no_difference_used_up_hours_or_
     assert last["verdict"] == "inconclusive" and "did not complete" in last["reason"]
 
 
-def test_what_cannot_be_judged_is_refused():
+def test_what_cannot_be_judged_is_refused(tmp_path):
     three = {"a": {}, "b": {"qk_norm": True}, "c": {"norm": "layer"}}
     nowhere = {"default": {}, "other": {"init_from": "runs/nowhere"}}
-    for fields, words in (({"seeds": 8}, "--seeds 10 or more, not 8"), ({"arms": three}, "two arms, .* are 3")):
+    refused = [({"seeds": 8}, "--seeds 10 or more, not 8"), ({"arms": three}, "two arms, .* are 3")]
+    for fields, words in (*refused, ({"arms": nowhere}, "runs/nowhere does not exist")):
         with pytest.raises(UserError, match=words):
-            check_plan(dataclasses.replace(PLAN, **fields))
-    with pytest.raises(UserError, match="runs/nowhere does not exist"):
-        execute.check_arms(dataclasses.replace(PLAN, arms=nowhere))
+            ablate.judge_idea(ablate.JudgeFlags(plan=dataclasses.replace(PLAN, **fields), b="", out=tmp_path))
