@@ -13,7 +13,8 @@ from ablation.records import Row, as_table
 from ablation.run import train_run
 from ablation.study import Study
 
-CONFIG = """[model]
+CONFIG = """optimizer = {{ steps = 12, learning_rate = 5e-3, warmup_steps = 2 }}
+[model]
 vocab_size = 300
 hidden_size = 32
 intermediate_size = 48
@@ -26,10 +27,6 @@ data = ["{data}"]
 cache = "{data}/.cache"
 sequence_length = 32
 batch_size = 4
-[optimizer]
-steps = 12
-learning_rate = 5e-3
-warmup_steps = 2
 """
 
 

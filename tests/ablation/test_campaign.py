@@ -52,9 +52,11 @@ def judge(config, tmp_path, monkeypatch, row, start_of) -> Callable:
 
     def run(*flags: str, loss: Callable, status: int = 0) -> list[dict]:
         def start(experiment, run, device):
-            settings = run_settings(experiment.plan, run)
-            recorded = {"device": experiment.workers.device, "settings_hash": settings_hash(settings)}
-            return start_of(lambda run, device: row(run, loss(run), **recorded))(experiment, run, device)
+            more = {
+                "device": experiment.workers.device,
+                "settings_hash": settings_hash(run_settings(experiment.plan, run)),
+            }
+            return start_of(lambda run, device: row(run, loss(run), **more))(experiment, run, device)
 
         monkeypatch.setattr(execute, "start_process", start)
         arguments = ["judge", "--campaign", f"{tmp_path}", "--config", f"{config}", "--device", "cpu", "--seeds", "10"]

@@ -41,9 +41,8 @@ def ended(experiment, row) -> Callable[..., Row]:
     """The row of a run that ended with this loss on this machine, with the hash that its settings have."""
 
     def made(run: Run, loss: float = 3.0, **more: object) -> Row:
-        settings = run_settings(experiment.plan, run)
-        recorded = {"settings_hash": settings_hash(settings), "device": experiment.workers.device}
-        return row(run, loss, **recorded | more)
+        recorded = {"settings_hash": settings_hash(run_settings(experiment.plan, run))}
+        return row(run, loss, **recorded | {"device": experiment.workers.device} | more)
 
     return made
 
@@ -57,8 +56,7 @@ def test_more_jobs_than_gpus_of_one_model_share_them(monkeypatch):
     monkeypatch.setattr(execute, "choose_device", lambda name: torch.device(name.replace("auto", "cuda")))
     monkeypatch.setattr(execute, "device_model", models.__getitem__)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    slots = {("auto", None): "02", ("auto", 1): "0", ("auto", 3): "020", ("cuda:1", 2): "11"}
-    for asked, gpus in slots.items():
+    for asked, gpus in ((("auto", None), "02"), (("auto", 1), "0"), (("auto", 3), "020"), (("cuda:1", 2), "11")):
         assert local_workers(*asked).slots == [f"cuda:{gpu}" for gpu in gpus]
 
 
@@ -97,7 +95,6 @@ def test_a_run_that_raises_is_a_failed_row_that_costs_no_other_and_is_tried_agai
 
 
 def test_each_device_is_used_by_one_run_at_a_time(experiment, ended):
-    assert experiment.workers.device  # of the CPU, whatever the workers are
     experiment.workers.slots = ["cuda:0", "cuda:1", "cuda:2"]
     experiment.plan = dataclasses.replace(experiment.plan, seeds=10)
     used, most = set(), []
@@ -184,8 +181,7 @@ def test_unfinished_seeds_of_another_device_are_made_again_and_finished_ones_kep
     again = open_experiment(experiment.plan, experiment.folder, "cpu", 1)
     carry_out(again, start_of(lambda run, device: ended(run)))
     devices = study.load(experiment.folder).rows.set_index(["seed", "arm"]).device.sort_index()
-    assert devices.tolist() == ["GPU", "GPU", *[experiment.workers.device] * 2]
-    assert again.study.comparisons[0].effect.n == 2
+    assert [*devices] == ["GPU"] * 2 + [experiment.workers.device] * 2 and again.study.comparisons[0].effect.n == 2
 
 
 @pytest.mark.slow
@@ -222,8 +218,7 @@ def test_twelve_runs_on_two_workers_one_of_which_is_killed_are_those_of_the_pool
     from ablation import cluster
 
     psutil = pytest.importorskip("psutil")
-    norms = {"norm": ["layer", "rms", "none"]}
-    plan = Plan(config=str(config), vary=norms, seeds=4, rerun_seeds=0, learning_rates=(2e-2,))
+    plan = dataclasses.replace(PLAN, config=str(config), vary={"norm": ["layer", "rms", "none"]}, seeds=4)
     local, spread = (open_experiment(plan, tmp_path / name, "cpu", 1) for name in ("local", "cluster"))
     for experiment in (local, spread):
         execute.write_plan(experiment)

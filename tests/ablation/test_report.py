@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -28,7 +27,7 @@ def rows_of(markdown: str, title: str) -> list[dict[str, str]]:
     return [dict(zip(head, line, strict=True)) for line in lines]
 
 
-def markdown(finished: Study, folder: Path) -> str:
+def markdown(finished: Study, folder) -> str:
     return report.markdown_text(finished, folder, report.difference_table(finished), ())
 
 
