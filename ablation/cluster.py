@@ -8,7 +8,6 @@ from pathlib import Path
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ablation.execute import Experiment, Workers
 from ablation.plan import Run
 from ablation.run import train_run
 from model.machine import device_model
@@ -16,8 +15,8 @@ from model.machine import device_model
 EXCLUDED = [".git", ".cache", "runs", "tests", "docs", "studies", "speed"]  # what workers do not need
 
 
-def join(address: str) -> Workers:
-    """The devices of a cluster that are of its most frequent model of GPU, else CPU; a slot is the node of one."""
+def join(address: str) -> tuple[str, list[str], int | None, Callable]:
+    """`execute.Workers` on the most frequent model of GPU, else CPU, of a cluster: a slot is the node of a device."""
     root = str(Path(__file__).parent.parent)
     ray.init(address, runtime_env={"working_dir": root, "excludes": EXCLUDED}, log_to_driver=False)
     kind, torch_device = ("GPU", "cuda") if ray.cluster_resources().get("GPU") else ("CPU", "cpu")
@@ -34,7 +33,7 @@ def join(address: str) -> Workers:
     slots = [node for node in nodes if models[node] == device]
     threads = 1 if kind == "CPU" else None
 
-    def start(experiment: Experiment, run: Run, node: str) -> Future:
+    def start(experiment, run: Run, node: str) -> Future:
         return on_node(train_run, node).remote(experiment.plan, run, torch_device, threads, len(slots)).future()
 
-    return Workers(device, slots, threads, start)
+    return device, slots, threads, start

@@ -137,7 +137,7 @@ def open_experiment(
     else:
         from ablation import cluster
 
-        workers = cluster.join(ray)
+        workers = Workers(*cluster.join(ray))
     experiment = Experiment(plan, folder, workers, rows)
     print(report.plan_in_words(experiment.study, len(workers.slots)), flush=True)
     return experiment

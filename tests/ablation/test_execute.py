@@ -234,7 +234,7 @@ def test_twelve_runs_on_two_workers_one_of_which_is_killed_are_those_of_the_pool
                     killed.append(process.pid)
 
     threading.Thread(target=kill_a_worker, daemon=True).start()
-    spread.workers = cluster.join(ray_address)
+    spread.workers = execute.Workers(*cluster.join(ray_address))
     execute.execute(spread)
     assert killed and not [row for row in spread.rows if row.status == "failed"]
     same = {"seconds": 0, "all_seconds": 0, "workers": 0}  # apart from these, the rows are equal
