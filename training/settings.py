@@ -4,11 +4,10 @@ Each overrides the one before: the defaults here, the TOML file (`--config`), th
 The type of a field is also the range of its values. Imports no torch.
 """
 
-import argparse
 import dataclasses
 import itertools
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,7 +25,7 @@ from flags import Beta, Fraction, Name, NonNegativeFloat, NonNegativeInt, Option
 from model.config import NORMS, ModelConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-NEED_A_VALUE = ("--config", "--resume", "--init-from", "--init_from", "--norm", "--freeze")  # said before tyro does
+NEED_A_VALUE = ("config", "resume", "init_from", "norm", "freeze")  # said here, as `defaults` reads them before tyro
 
 
 @dataclass(frozen=True)
@@ -149,68 +148,75 @@ class Command:
 
 
 def parse(arguments: list[str], description: str) -> Command:
-    """Read the command line in two passes, as a few flags name the file or model with the defaults of all others."""
+    """Read the command line twice, as a few flags name the file or model with the defaults of all others."""
     if "-h" in arguments or "--help" in arguments:
         print(description)
         sys.exit()
-    check_common_mistakes(arguments)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for names in (["--config"], ["--resume"], ["--init-from", "--init_from"], ["--norm"]):
-        parser.add_argument(*names)
-    sources, others = parser.parse_known_args(arguments)
-    flag_names = (argument.partition("=")[0] for argument in others if argument.startswith("-"))
-    given = {name.lstrip("-").replace("-", "_") for name in flag_names}
-    others = ["--help" if argument == "--help-all" else argument for argument in others]
-    options = {"prog": "train.py", "config": (tyro.conf.OmitArgPrefixes,)}
-    return flags.parse_flags(Command, args=others, default=defaults(sources, given), **options)
-
-
-def check_common_mistakes(arguments: list[str]) -> None:
-    """`UserError` for what people often write, with what they may have meant."""
     flags.check_arguments(arguments, Command)
+    given = {}  # the word after each flag, by the flag's name as a setting
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        name, equals, value = argument.partition("=")
+        if name.startswith("-"):
+            given[name.lstrip("-").replace("-", "_")] = value if equals else following
+    check_common_mistakes(arguments, given)
+    arguments = ["--help" if argument == "--help-all" else argument for argument in arguments]
+    options = {"prog": "train.py", "config": (tyro.conf.OmitArgPrefixes,), "default": defaults(given)}
+    command = flags.parse_flags(Command, args=arguments, **options)
+    found = {"init_from": options["default"].settings.run.init_from}  # the directory, not what was typed
+    return Command(command.actions, replace_settings(command.settings, found))
+
+
+def check_common_mistakes(arguments: list[str], given: Mapping[str, str]) -> None:
+    """`UserError` for what people often write, with what they may have meant."""
     if arguments and not arguments[0].startswith("-"):
         flag = "--init-from (or --resume)" if (Path(arguments[0]) / "last").exists() else "--data"
         raise UserError(f"{arguments[0]} is no flag; write {flag} {arguments[0]}.")
-    if any(argument.partition("=")[0] == "--epochs" for argument in arguments):
+    if "epochs" in given:
         raise UserError("--epochs is not a setting: training is measured in --steps, each of --batch-size sequences.")
-    for flag, value in itertools.pairwise([*arguments, "--"]):
-        name = flag.removesuffix("=")
-        if name in NEED_A_VALUE and (name != flag or value == "" or value.startswith("-")):
-            choices = f": one of {', '.join(NORMS)}" if name == "--norm" else "; --help-all says which"
-            raise UserError(f"{name} needs a value after it{choices}.")
-        if flag in ("--eval-only", "--dry-run", "--prepare") and not value.startswith("-"):
+    for name, value in given.items():
+        flag = "--" + name.replace("_", "-")
+        has_value = value != "" and not value.startswith("-")
+        if name in NEED_A_VALUE and not has_value:
+            choices = f": one of {', '.join(NORMS)}" if name == "norm" else "; --help-all says which"
+            raise UserError(f"{flag} needs a value after it{choices}.")
+        if name in ("eval_only", "dry_run", "prepare") and has_value:
             raise UserError(f"{flag} takes no value; a run is named by --init-from {value}, a text by --data {value}.")
 
 
-def defaults(sources: argparse.Namespace, given: Collection[str]) -> Command:
-    """The defaults of all flags: the settings that `sources` name, with what the `given` ones imply."""
-    config = sources.config or ("finetune" if sources.init_from else "tiny")
-    is_new = sources.resume is None
-    if not is_new and (sources.config or sources.init_from or "out" in given):
+def defaults(given: Mapping[str, str]) -> Command:
+    """The defaults of all flags: the settings of the run, file and model that are given, with what flags imply."""
+    resume = given.get("resume")
+    if resume is not None and given.keys() & {"config", "init_from", "out"}:
         raise UserError("--resume uses the settings of the run itself; leave out --config, --init-from and --out.")
-    settings = load_settings(config_path(config) if is_new else Path(sources.resume) / "settings.toml")
-    init_from = sources.init_from or settings.run.init_from
-    changes: dict[str, object] = {}
-    parent = settings.model if init_from is not None else None
-    if init_from is not None and is_new:
-        directory = str(find_checkpoint(init_from))
+    config = given.get("config", "finetune" if "init_from" in given else "tiny")
+    path = config_path(config) if resume is None else Path(resume) / "settings.toml"
+    settings = load_settings(path)
+    init_from = given.get("init_from", settings.run.init_from)
+    parent, changes = None, {}
+    if init_from is not None and resume is None:
+        directory = find_checkpoint(init_from)
         parent = load_config(directory)
-        changes = vars(parent) | {"init_from": directory}
-        of_run = Path(directory).parent / "settings.toml"
-        is_run = is_complete(Path(directory)) and of_run.is_file()
-        if is_run and settings.data.data == DataSettings.data and "data" not in given:
-            run = load_settings(of_run)  # without another text, that of the run
-            changes |= {name: getattr(run.data, name) for name in TEXT_SETTINGS}
-            changes["sample_prompts"] = run.run.sample_prompts
+        changes = vars(parent) | {"init_from": str(directory)}
+        if settings.data.data == DataSettings.data and "data" not in given:
+            changes |= text_of_run(directory)
         if settings.model not in (ModelConfig(), parent):
             note(f"the model is that of {directory}; the [model] of --config {config} is not used.")
-    if "data" in given and is_new and config_path(config).parent == CONFIGS:
+    if "data" in given and path.parent == CONFIGS:
         changes["sample_prompts"] = ()  # those of the file are for its own text
-    if sources.norm is not None:
-        changes["norm"] = sources.norm
-        given = {*given, "norm"}
     changes |= implied(given, settings, parent)
-    return Command(Actions(config, sources.resume), replace_settings(settings, changes))
+    if "norm" in given:
+        changes["norm"] = given["norm"]
+    return Command(Actions(config, resume), replace_settings(settings, changes))
+
+
+def text_of_run(directory: Path) -> dict[str, object]:
+    """The text of the run that saved this checkpoint, and its prompts; nothing if no run did."""
+    path = directory.parent / "settings.toml"
+    if not is_complete(directory) or not path.is_file():
+        return {}
+    settings = load_settings(path)
+    text = {name: getattr(settings.data, name) for name in TEXT_SETTINGS}
+    return text | {"sample_prompts": settings.run.sample_prompts}
 
 
 def implied(given: Collection[str], settings: Settings, parent: ModelConfig | None) -> dict[str, object]:
@@ -244,9 +250,8 @@ def config_path(name: str) -> Path:
 def load_settings(path: Path) -> Settings:
     """Read a TOML file; its tables and keys are the names in this module, and any other is refused."""
     if not path.is_file():
-        raise UserError(
-            f"{path} does not exist; give the folder of a run.{newest_runs(path.parent.parent, path.parent.name)}"
-        )
+        runs = newest_runs(path.parent.parent, path.parent.name)
+        raise UserError(f"{path} does not exist; give the folder of a run.{runs}")
     return read_table(path, Settings, read_toml(path))
 
 
