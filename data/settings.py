@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from flags import Fraction, NonNegativeInt, OptionalInt, PositiveInt, optional
+from flags import Fraction, NonNegativeInt, OptionalInt, PositiveInt, check_fields, optional
 
 TEXT_SETTINGS = ("data", "text_field", "validation_fraction", "validation_salt")  # which text, and what is held out
 
@@ -28,6 +28,8 @@ class DataSettings:
     document_mask: bool = False  # Attention sees the token's own document alone, as it always does in conversations.
     batch_size: PositiveInt = 16  # Sequences per optimizer step, over all processes and micro-batches.
     micro_batch_size: OptionalInt = None  # Sequences that go through the model at once: less memory. Default: all.
+
+    __post_init__ = check_fields
 
     def micro_batch(self, processes: int = 1) -> int:
         """Sequences of --sequence-length that go through the model at once, in each of so many processes."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import math
 import shutil
 import warnings
 from dataclasses import dataclass
@@ -84,8 +85,8 @@ def sequence_length(step: int, steps: int, data: DataSettings) -> int:
     """
     if data.first_sequence_length is None:
         return data.sequence_length
-    doublings = (data.sequence_length // data.first_sequence_length).bit_length() - 1
-    return data.first_sequence_length << min(doublings, int(step * doublings / (SHORTER * steps)))
+    doublings = round(math.log2(data.sequence_length / data.first_sequence_length))
+    return data.first_sequence_length * 2 ** min(doublings, int(step * doublings / (SHORTER * steps)))
 
 
 def set_up(settings: Settings, run_dir: Path, *, resume: bool) -> Session:

@@ -1,11 +1,12 @@
 """Every setting of a training run, as one tree of dataclasses that TOML files and command-line flags both fill.
 
 Each overrides the one before: the defaults here, the TOML file (`--config`), the model of `--init-from`, the flags.
-The type of a field is also the range of its values. Imports no torch.
+The type of a field is also the range of its values, which each table checks. Imports no torch.
 """
 
 import dataclasses
 import itertools
+import math
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -68,6 +69,8 @@ class RunSettings:
     evaluate_every: PositiveInt = 500  # Steps between evaluations; each also saves and prints a text sample.
     sample_prompts: tuple[str, ...] = ("",)  # Prompts of the text samples. With --data: of held-out documents.
 
+    __post_init__ = flags.check_fields
+
 
 @dataclass(frozen=True)
 class OptimizerSettings:
@@ -89,6 +92,8 @@ class OptimizerSettings:
     beta2: Beta = 0.95  # AdamW: decay of the moving average of the squared gradient.
     clip: PositiveFloat = 1.0  # Maximum norm of the gradient of all parameters; a larger gradient is scaled down to it.
 
+    __post_init__ = flags.check_fields
+
 
 @dataclass(frozen=True)
 class MachineSettings:
@@ -104,6 +109,8 @@ class MachineSettings:
     shard: bool = False  # With several processes: divide weights, gradients and moments among them (FSDP2).
     timeout_minutes: PositiveInt = 10  # With several processes: give up when one has not answered for this long.
 
+    __post_init__ = flags.check_fields
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -116,10 +123,8 @@ class Settings:
     machine: MachineSettings = field(default_factory=MachineSettings)
 
     def __post_init__(self) -> None:
-        """Raise `UserError` for values that cannot work."""
+        """Raise `UserError` for values that cannot work together."""
         data, model, run = self.data, self.model, self.run
-        for table in vars(self).values():
-            flags.check_fields(table)
         if not data.data:
             raise UserError("--data needs a file, a folder or another text.")
         if run.lora or run.lora_alpha:
@@ -133,7 +138,7 @@ class Settings:
         if length > context:
             fix = "lower the first or raise the second"
             raise UserError(f"--sequence-length {length} is above --max-position-embeddings {context}; {fix}.")
-        if length % first or (length // first).bit_count() != 1:
+        if first > length or not math.log2(length / first).is_integer():
             raise UserError(f"--first-sequence-length {first} is not --sequence-length {length} divided by 2, 4, ...")
         if model.norm == "batch" and self.machine.activation_checkpointing:
             raise UserError("--norm batch would update its statistics twice; leave out --activation-checkpointing.")
