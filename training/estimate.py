@@ -5,6 +5,7 @@ import dataclasses
 import math
 import time
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -31,23 +32,22 @@ BYTES_PER_TOKEN = 3.5  # of a larger text: see SAMPLE_SIZE in data/train_tokeniz
 def estimate(settings: Settings, last: Path | None = None, *, advises: bool = True) -> float:
     """Print what one process needs, and return the seconds of all steps, NaN where they are not measured.
 
-    last: the save of a run that is resumed, whose tokenizer it keeps. advises: print what flags of train.py would be
-    better. `TooLittleText` is raised last.
+    last: the save of a resumed run, whose tokenizer it keeps. advises: print better flags. `TooLittleText` comes last.
     """
     device, dtype = use_machine(settings)
     data, steps, rank = settings.data, settings.optimizer.steps, settings.run.lora
     tokens = steps * data.batch_size * data.sequence_length
     corpus = problem = None
-    if not any(name in HUB_TEXTS or name.startswith("hub:") for name in data.data):
-        files = resolve(data)
-        size = sum(file.size for file in files)
-        if size < MAX_TEXT or find_conversations(files):
-            try:
-                settings, corpus = open_text(settings, last, advises=advises)
-            except TooLittleText as error:  # raised last: the rest hardly depends on the text
-                problem = error
-        else:
-            print(f"text: {epochs(tokens, size / BYTES_PER_TOKEN)}, if a token has {BYTES_PER_TOKEN} bytes")
+    is_here = not any(name in HUB_TEXTS or name.startswith("hub:") for name in data.data)
+    files = resolve(data) if is_here else []
+    size = sum(file.size for file in files)
+    if is_here and (size < MAX_TEXT or find_conversations(files)):
+        try:
+            settings, corpus = open_text(settings, last, advises=advises)
+        except TooLittleText as error:  # raised last: the rest hardly depends on the text
+            problem = error
+    elif is_here:
+        print(f"text: {epochs(tokens, size / BYTES_PER_TOKEN)}, if a token has {BYTES_PER_TOKEN} bytes")
     model = settings.model
     flops = flops_per_token(model, data.sequence_length)
     adapter = "" if rank is None else f", all frozen; {adapter_parameters(model, rank):,} of an adapter learn"
@@ -55,7 +55,7 @@ def estimate(settings: Settings, last: Path | None = None, *, advises: bool = Tr
     batch = f"{data.batch_size} sequences of {data.sequence_length}"
     print(f"training  {tokens:,} tokens in {counted(steps, 'step')} of {batch}")
     print(f"compute   {flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million per token")
-    print_memory(settings, dtype, device)
+    print_memory(settings, dtype, kernels.implementation(device))
     is_chat = corpus is not None and corpus.chat is not None
     seconds = measure_time(settings, device, dtype, has_documents=is_chat or data.document_mask)
     if is_chat:
@@ -65,15 +65,15 @@ def estimate(settings: Settings, last: Path | None = None, *, advises: bool = Tr
     return seconds
 
 
-def print_memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> None:
+def print_memory(settings: Settings, dtype: torch.dtype, implementation: ModuleType) -> None:
     """Print the memory of a process alone and, with --shard, of one of several."""
-    sizes = memory(settings, dtype, device)
+    sizes = memory(settings, dtype, implementation)
     listed = ", ".join(f"{what} {format_bytes(size)}" for what, size in sizes.items() if size > 0)
     micro_batch = f"a micro-batch of {settings.data.micro_batch()} in {str(dtype).removeprefix('torch.')}"
     model = settings.model
-    counts_all = model.is_plain and not model.qk_norm and kernels.implementation(device) is not kernels.reference
-    prefix = "" if counts_all else "at least "
-    print(f"memory    {prefix}{format_bytes(sum(sizes.values()))}: {listed} for {micro_batch}", flush=True)
+    counts_all = model.is_plain and not model.qk_norm and implementation is not kernels.reference
+    at_least = "" if counts_all else "at least "
+    print(f"memory    {at_least}{format_bytes(sum(sizes.values()))}: {listed} for {micro_batch}", flush=True)
     if settings.machine.shard:
         # Undivided: also the gathered weights of embedding, head and two layers, and their gradients; no other copies.
         each = sizes["activations"] + 8 * num_parameters(dataclasses.replace(model, num_hidden_layers=2))
@@ -84,43 +84,40 @@ def print_memory(settings: Settings, dtype: torch.dtype, device: torch.device) -
         print("sharded   " + ", ".join(f"{share} on each of {count}" for count, share in shares.items()))
 
 
-def memory(settings: Settings, dtype: torch.dtype, device: torch.device) -> dict[str, int]:
+def memory(settings: Settings, dtype: torch.dtype, implementation: ModuleType) -> dict[str, int]:
     """Bytes of the weights and their copies in `dtype`, and of gradients, moments and activations."""
     model, data, rank = settings.model, settings.data, settings.run.lora
     learned = 4 * (num_parameters(model) if rank is None else adapter_parameters(model, rank))
     frozen = 0 if rank is None else dtype.itemsize * num_parameters(model)
     matrices = model.num_hidden_layers * layer_matrices(model)
     head = model.vocab_size * model.hidden_size
-    one_moment = 4 * matrices if settings.optimizer.optimizer == "muon" else 0
     tokens = data.micro_batch() * data.sequence_length
-    fused = kernels.implementation(device) is kernels.gpu
     logits = tokens * dtype.itemsize * model.vocab_size  # or their gradient
     copied = matrices + head
-    if fused:  # some tokens at a time; the gradients of the head and its input are made at once, in float32
+    if implementation is kernels.gpu:  # some tokens at a time; gradients of head and input at once, in float32
         logits = min(logits, kernels.gpu.WORKSPACE) + 4 * (tokens * model.hidden_size + head)
         copied = matrices
     return {
         "weights": learned + frozen,
         "copies of them": dtype.itemsize * copied if rank is None and dtype != torch.float32 else 0,  # of products
         "gradients": learned,
-        "moments": 2 * learned - one_moment,  # AdamW keeps two, Muon one
-        "activations": tokens * dtype.itemsize * kept_elements(settings, dtype, device) + logits,
+        "moments": 2 * learned - (4 * matrices if settings.optimizer.optimizer == "muon" else 0),  # Muon has one
+        "activations": tokens * dtype.itemsize * kept_elements(settings, dtype, implementation) + logits,
     }
 
 
-def kept_elements(settings: Settings, dtype: torch.dtype, device: torch.device) -> int:
+def kept_elements(settings: Settings, dtype: torch.dtype, implementation: ModuleType) -> int:
     """Elements that the forward pass keeps per token, without logits: in a layer the inputs and outputs of two norms;
     q, k and v, rotated; the attention's output; and SwiGLU's packed gate and up. With checkpointing: its two inputs.
     """
     config, length = settings.model, settings.data.sequence_length
-    implementation = kernels.implementation(device)
     fused = implementation is kernels.gpu
     layers, width, hidden = config.num_hidden_layers, config.hidden_size, config.intermediate_size
     heads = (config.num_attention_heads + config.num_key_value_heads) * config.resolved_head_dim
     layer = 4 * width + 2 * (heads + hidden)
     if not fused:  # silu(gate), and the attention's output in another order or its probabilities
-        head_dim, cpu = config.resolved_head_dim, kernels.cpu
-        keeps_probabilities = implementation is cpu and cpu.keeps_probabilities(dtype, length, head_dim)
+        head_dim, is_cpu = config.resolved_head_dim, implementation is kernels.cpu
+        keeps_probabilities = is_cpu and implementation.keeps_probabilities(dtype, length, head_dim)
         layer += hidden + config.num_attention_heads * (length if keeps_probabilities else head_dim)
     if not fused or settings.run.lora is not None:  # the product of gate and up
         layer += hidden
@@ -155,10 +152,12 @@ def measure_time(settings: Settings, device: torch.device, dtype: torch.dtype, *
     end = time.perf_counter() + MAX_SECONDS
     time_step(1)  # the first takes longer
     with_one, with_two = [], []
-    while not with_one or (len(with_one) < STEPS and time.perf_counter() < end):
+    for _ in range(STEPS):
         with_one.append(time_step(1))
         if sequences < data.batch_size:
             with_two.append(time_step(2))
+        if time.perf_counter() >= end:
+            break
     step = min(with_one)
     if with_two:  # each micro-batch after the first takes as much longer as the second
         step += (data.batch_size / sequences - 1) * (min(with_two) - min(with_one))

@@ -169,22 +169,22 @@ def test_the_formula_counts_what_the_forward_pass_keeps(settings, name, head_dim
         settings = dataclasses.replace(settings, run=run, optimizer=OptimizerSettings())
         add_lora(model, {"r": rank, "lora_alpha": 8, "base_model_name_or_path": "x"}, seed=1)
         learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        assert estimate.memory(settings, torch.float32, CPU)["gradients"] == 4 * learned
+        assert estimate.memory(settings, torch.float32, chosen)["gradients"] == 4 * learned
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         model(tokens, tokens, token_weight=torch.rand(()))
     weights = {p.data_ptr() for p in model.parameters()}
     size = sum(storage.nbytes() for address, storage in saved.items() if address not in weights)
     size += tokens.numel() * 400 * dtype.itemsize if name == "gpu" else 0  # logits, which it does not keep
-    sizes = estimate.memory(settings, dtype, CPU)
+    sizes = estimate.memory(settings, dtype, chosen)
     assert sizes["activations"] + sizes["copies of them"] == pytest.approx(size, rel=0.05)
     deep = dataclasses.replace(settings, model=dataclasses.replace(settings.model, num_hidden_layers=8))
     less = dataclasses.replace(deep, machine=dataclasses.replace(deep.machine, activation_checkpointing=True))
-    assert estimate.kept_elements(less, dtype, CPU) < 0.5 * estimate.kept_elements(deep, dtype, CPU)
+    assert estimate.kept_elements(less, dtype, chosen) < 0.5 * estimate.kept_elements(deep, dtype, chosen)
 
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.stem)
 def test_the_header_of_a_config_states_the_memory_of_the_formula(path):
-    sizes = estimate.memory(load_settings(path), torch.bfloat16, CPU)
+    sizes = estimate.memory(load_settings(path), torch.bfloat16, kernels.implementation(CPU))
     stated = re.search(r"# Memory: (\S+ [MG]B), by the formula", path.read_text(encoding="utf-8"))[1]
     assert stated == estimate.format_bytes(sum(sizes.values()))
 
@@ -214,7 +214,8 @@ def test_the_timed_steps_have_documents_where_those_of_training_have(flags, tmp_
 
 def test_a_micro_batch_is_never_larger_than_the_batch(flags):
     large, default = (runs.settings_of(*flags, *more) for more in (["--micro-batch-size", "64"], []))  # of 8 sequences
-    assert estimate.memory(large, torch.float32, CPU) == estimate.memory(default, torch.float32, CPU)
+    memory = [estimate.memory(settings, torch.float32, kernels.reference) for settings in (large, default)]
+    assert memory[0] == memory[1]
     assert (large.data.micro_batch(), large.data.micro_batch(processes=2)) == (8, 4)
 
 
