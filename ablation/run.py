@@ -58,7 +58,7 @@ def make_row(session: Session, run: Run, hash_of_settings: str, workers: int, *,
             raise Diverged(f"the validation loss is {final.loss:g}, not finite")
         outcome = {"loss": final.loss, "bits_per_byte": final.bits_per_byte} | probe(session)
     except Diverged as error:
-        outcome = {"status": "diverged", "reason": str(error).partition(";")[0]}
+        outcome = {"status": "diverged", "reason": str(error)}
     # For the hashes all batches are read again, and the initial model is made again: training keeps neither.
     batches = map(session.batch, range(session.state.step))
     ids = (array for batch in batches for array in (batch.inputs, batch.targets))

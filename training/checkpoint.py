@@ -31,7 +31,7 @@ from errors import UserError, reading
 from files import fsync, replace_text
 from generation.settings import small_model_sampling
 from model.decoder import Decoder
-from training.processes import Processes, distribute_like, owned_tensors, owner_ranks
+from training.processes import Processes, distribute_like, owned_tensors
 
 
 @dataclass
@@ -60,8 +60,8 @@ def write_tensors(
     for name, parameter in model.named_parameters():
         for moment, value in optimizer.state.get(parameter, {}).items():
             moments[f"{moment}.{name}"] = value
-    weights = owned_tensors(weights, owner_ranks(weights, writers), rank, "cpu")
-    moments = owned_tensors(moments, owner_ranks(moments, writers), rank, "cpu")
+    weights = owned_tensors(weights, writers, rank, "cpu")
+    moments = owned_tensors(moments, writers, rank, "cpu")
     if rank < writers:
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id}
         save_pretrained(model, new, **ids, state=weights, file=f"model{suffix}")
@@ -74,8 +74,8 @@ def publish_save(last: Path, state: State, tokenizer: Tokenizer, *, is_best: boo
     _, new, _ = save_paths(last)
     tokenizer.save(new)
     generation = tokenizer.fields("generation_config.json")
-    is_adapter = not (new / "config.json").is_file()  # PEFT reads the sampling of its model
-    if not is_adapter and not {"do_sample", "temperature"} & generation.keys():
+    is_model = (new / "config.json").is_file()  # for an adapter, PEFT reads the sampling of its model
+    if is_model and not {"do_sample", "temperature"} & generation.keys():
         bos = {} if tokenizer.bos_id is None else {"bos_token_id": tokenizer.bos_id}
         sampling = {"do_sample": True} | vars(small_model_sampling(chat=tokenizer.chat_template is not None))
         write_json(new / "generation_config.json", bos | {"eos_token_id": tokenizer.eos_id} | generation | sampling)

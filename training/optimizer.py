@@ -61,9 +61,8 @@ def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.d
             groups[decay, 1.0].append(parameter)
     groups = groups or {(decay, 1.0): []}  # AdamW wants one
     adamw_groups = [{"params": groups[key], "weight_decay": key[0], "lr_multiplier": key[1]} for key in groups]
-    betas = (settings.beta1, settings.beta2)
     fused = device.type in ("cuda", "cpu", "mps")
-    adamw = torch.optim.AdamW(adamw_groups, settings.learning_rate, betas, fused=fused)
+    adamw = torch.optim.AdamW(adamw_groups, settings.learning_rate, (settings.beta1, settings.beta2), fused=fused)
     if not rows:
         return adamw
     dtype = torch.bfloat16 if model.compute_dtype == torch.bfloat16 else torch.float32
@@ -108,26 +107,27 @@ class Muon(torch.optim.Optimizer):
     def step(self) -> None:
         self.adamw.step()
         lr, decay = self.matrices["lr"], self.matrices["weight_decay"]
-        parameters = [parameter for parameter in self.matrices["params"] if parameter.grad is not None]
         # (R, C + 1) each: one column more than the momentum has the mean squares of rows, so one gather moves both.
-        updates = []
-        for parameter in parameters:
+        updates = {}
+        for parameter in self.matrices["params"]:
+            if parameter.grad is None:
+                continue
             state = self.state[parameter]
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
                 state["row_squares"] = torch.zeros_like(parameter[:, :1])
             momentum = state["momentum_buffer"].lerp_(parameter.grad, 1 - MOMENTUM)
             update = parameter.grad.lerp(momentum, MOMENTUM)  # Nesterov's
-            updates.append(torch.cat([update, state["row_squares"]], dim=1))
+            updates[parameter] = torch.cat([update, state["row_squares"]], dim=1)
         same_shape = defaultdict(list)
         with gathered(updates) as owned:
-            for i, packed in owned.items():
-                for matrix in packed.split(self.rows[parameters[i]]):
+            for parameter, packed in owned.items():
+                for matrix in packed.split(self.rows[parameter]):
                     same_shape[matrix.shape].append(matrix)
             for matrices in same_shape.values():
                 for i in range(0, len(matrices), BATCH):
                     orthogonalize_and_scale(matrices[i : i + BATCH], self.dtype)
-        for parameter, packed in zip(parameters, updates, strict=True):
+        for parameter, packed in updates.items():
             update = packed[:, :-1]
             self.state[parameter]["row_squares"].copy_(packed[:, -1:])
             same_sign = update * parameter > 0  # decay only where the update shrinks the weight, too

@@ -1,10 +1,9 @@
-"""Training in several processes, one for each GPU, started by `torchrun --nproc-per-node N train.py`; and the signals
-that stop it. With `--shard` weights, gradients and moments are divided by rows among the processes: PyTorch's FSDP2.
+"""Training in several processes, one for each GPU, started by `torchrun --nproc-per-node N train.py`; with `--shard`,
+weights, gradients and moments are divided among them by rows: PyTorch's FSDP2.
 """
 
 import contextlib
 import os
-import signal
 import time
 import warnings
 from collections.abc import Iterator, Mapping
@@ -47,7 +46,7 @@ class Processes:
         """Raise `UserError` in all processes unless each has the same values, by their `repr`."""
         for name, value in values.items():
             number = int(digest(value)[:12], 16)  # exact as a float64
-            if self.max(number) != -self.max(-number):
+            if self.reduce(number, dist.ReduceOp.MAX) != self.reduce(number, dist.ReduceOp.MIN):
                 raise UserError(f"the {name} of the processes differ; give all the same files, settings and Python.")
 
     def wait(self) -> None:
@@ -55,16 +54,18 @@ class Processes:
         self.max(0)
 
     def max(self, value: float) -> float:
-        """The maximum of a value over the processes, which wait for each other."""
-        return self.sum(value, operation=dist.ReduceOp.MAX)
+        return self.reduce(value, dist.ReduceOp.MAX)
 
-    def sum(self, value: float, operation: dist.ReduceOp = dist.ReduceOp.SUM) -> float:
-        """A value summed over the processes, in float64."""
+    def sum(self, value: float) -> float:
+        return self.reduce(value, dist.ReduceOp.SUM)
+
+    def reduce(self, value: float, operation: dist.ReduceOp) -> float:
+        """The values of all processes, which wait for each other, as one, in float64."""
         if self.count == 1:
             return value
-        total = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total, operation)
-        return total.item()
+        result = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(result, operation)
+        return result.item()
 
 
 ALONE = Processes()
@@ -109,30 +110,6 @@ def finish_processes(processes: Processes) -> None:
         time.sleep(0.2)  # torch 2.13: at once, deleting the model and a thread of Gloo may wait for each other
 
 
-@contextlib.contextmanager
-def stop_signals(*, second_interrupts: bool) -> Iterator[list[int]]:
-    """A list that begins with 0 and gets each SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) inside the block.
-    A second one raises `KeyboardInterrupt`, or nothing where each process gets two: of the terminal and of torchrun.
-    """
-    received = [0]
-
-    def receive(signum: int, _: object) -> None:
-        if received[-1] and second_interrupts:
-            raise KeyboardInterrupt
-        received.append(signum)
-        if signum == signal.SIGINT and second_interrupts:
-            with contextlib.suppress(OSError):  # who reads it may have ended; not by print, which may be interrupted
-                os.write(2, b"\nstopping after this step, with a save; a second Ctrl-C stops at once, without one\n")
-
-    signums = {signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)}  # Windows has no SIGHUP
-    with contextlib.ExitStack() as at_exit:
-        for signum in signums:
-            if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup sets it
-                previous = signal.signal(signum, receive)
-                at_exit.callback(signal.signal, signum, previous)
-        yield received
-
-
 def shard(model: Decoder, device: torch.device, *, compiled: bool) -> None:
     """Divide the parameters, which are on the CPU. Those of a layer are gathered, in float32, only while it runs."""
     from torch.distributed.device_mesh import init_device_mesh  # takes half a second
@@ -141,7 +118,7 @@ def shard(model: Decoder, device: torch.device, *, compiled: bool) -> None:
     if model.compute_dtype == torch.float16 or any(parameter.ndim == 0 for parameter in model.parameters()):
         raise UserError("--shard needs --dtype bfloat16 or float32, and a --norm without scalar parameters.")
     warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # nothing is written into it
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     if compiled:
         for layer in model.layers:
             layer.forward = kernels.compile_model(layer.forward)  # without the hooks that gather the weights
@@ -165,13 +142,14 @@ def owner_ranks(tensors: Mapping, count: int) -> dict:
     return {key: i % count for i, key in enumerate(by_size)}
 
 
-def owned_tensors(tensors: Mapping, owners: Mapping, rank: int, device: torch.device | str) -> dict:
-    """The complete tensors that `rank` owns. All processes must call this."""
+def owned_tensors(tensors: Mapping, count: int, rank: int, device: str | None = None) -> dict:
+    """The complete tensors that `rank` owns, of the first `count` processes. All processes must call this."""
+    owners = owner_ranks(tensors, count)
     owned = {}
     for key, tensor in tensors.items():
         full = full_tensor(tensor)  # gathered by all, one at a time
         if owners[key] == rank:
-            owned[key] = full.to(device)
+            owned[key] = full.to(device or full.device)
     return owned
 
 
@@ -179,19 +157,19 @@ def distribute_like(tensor: Tensor, like: Tensor, source: int | None = None) -> 
     """The tensor divided as `like` is, if that is divided; `source` is the process that has it, None: all have it."""
     if not is_sharded(like) or tensor.ndim == 0:
         return tensor
-    return torch.distributed.tensor.distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=source)
+    return dist.tensor.distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=source)
 
 
 @contextlib.contextmanager
-def gathered(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
-    """The tensors that this process owns, complete, by index. What the block writes into them is divided again."""
-    if not tensors or not is_sharded(tensors[0]):
-        yield dict(enumerate(tensors))
+def gathered(tensors: Mapping) -> Iterator[Mapping]:
+    """The tensors that this process owns, complete. What the block writes into them is divided again."""
+    if not any(map(is_sharded, tensors.values())):
+        yield tensors
         return
-    mesh, numbered = tensors[0].device_mesh, dict(enumerate(tensors))
-    ranks = owner_ranks(numbered, mesh.size())
-    owned = owned_tensors(numbered, ranks, mesh.get_rank(), tensors[0].device)
+    rank, count = dist.get_rank(), dist.get_world_size()
+    owners = owner_ranks(tensors, count)
+    owned = owned_tensors(tensors, count, rank)
     yield owned
-    for i, tensor in enumerate(tensors):
-        full = owned[i] if i in owned else tensor.to_local().new_empty(tensor.shape)
-        tensor.copy_(distribute_like(full, tensor, ranks[i]))
+    for key, tensor in tensors.items():
+        full = owned[key] if key in owned else tensor.to_local().new_empty(tensor.shape)
+        tensor.copy_(distribute_like(full, tensor, owners[key]))
