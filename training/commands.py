@@ -27,14 +27,14 @@ LESS_MEMORY = "use a smaller --micro-batch-size, --activation-checkpointing, a s
 def run(command: Command) -> int:
     """Run what the command line asks for; returns the exit status, 128 + the number of the signal that stopped it."""
     actions, settings = command.actions, command.settings
-    stopped_by = 0
     last = find_last(Path(actions.resume)) if actions.resume else None
     with explain_out_of_memory(f"too little memory; {LESS_MEMORY}."), explain_lost_process():
         if not (actions.dry_run or actions.prepare or actions.eval_only):
             stopped_by = train_in_folder(command)
-        elif not is_main_process():
-            pass
-        elif actions.dry_run:
+            return 128 + stopped_by if stopped_by else 0
+        if not is_main_process():
+            return 0
+        if actions.dry_run:
             if actions.resume is None and settings.run.out is not None and Path(settings.run.out).exists():
                 print(f"note: {settings.run.out} exists; without --dry-run, give another --out")
             estimate(settings, last)
@@ -43,7 +43,7 @@ def run(command: Command) -> int:
             print("text:", "\n  ".join([corpus.description, *corpus.advice]))
         else:
             evaluate_checkpoint(settings)
-    return 128 + stopped_by if stopped_by else 0
+    return 0
 
 
 def train_in_folder(command: Command) -> int:

@@ -1,7 +1,7 @@
 """Loss curves of runs: `python -m training.plot runs/tiny-rms runs/tiny-layer --out norms.png` draws two into one."""
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,11 @@ def use_chinese_fonts(*texts: str) -> None:
     warnings.filterwarnings("ignore", "Glyph .* missing from font")
 
 
-def panels(height: float, rows: int = 1, width: float = 5.4) -> tuple[Any, list[Any]]:
+def panels(height: float, rows: int = 1, width: float = 5.4, texts: Iterable[str] = ()) -> tuple[Any, list[Any]]:
     """A figure of this size in inches, by default to be read on a phone, and its axes, one below the other."""
     from matplotlib.figure import Figure  # takes half a second to import: only when something is drawn
 
-    use_chinese_fonts()
+    use_chinese_fonts(*texts)
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained")  # by default 594 pixels wide
     every = [*figure.subplots(rows, sharex=True, squeeze=False).flat]
     for axes in every:
@@ -46,24 +46,24 @@ def panels(height: float, rows: int = 1, width: float = 5.4) -> tuple[Any, list[
 
 
 def draw(runs: Sequence[Path], path: Path) -> None:
-    figure, [axes] = panels(4.5, width=8)
-    use_chinese_fonts(*map(str, runs))
+    figure, [axes] = panels(4.5, width=8, texts=map(str, runs))
     for i, run in enumerate(runs):
         style = {"color": COLOURS[i % 4], "linestyle": DASHES[i % 4]}
         lines = metrics.read(run)
         training = [line for line in lines if isinstance(line.get("loss"), float)]
         if training:
-            steps, losses = ([line[key] for line in training] for key in ("step", "loss"))
             size = max(1, min(SMOOTHED, len(training) // 10))
-            means = np.convolve(losses, np.full(size, 1 / size), "valid")
-            axes.plot(steps[size - 1 :], means, alpha=0.45, linewidth=1, **style)
+            means = np.convolve([line["loss"] for line in training], np.full(size, 1 / size), "valid")
+            steps = [line["step"] for line in training[size - 1 :]]
+            axes.plot(steps, means, alpha=0.45, linewidth=1, **style)
         evaluations = [line for line in lines if "validation_loss" in line]
         if evaluations:
-            steps, losses = ([line[key] for line in evaluations] for key in ("step", "validation_loss"))
-            label = f"{run.name}: {steps[-1]:,} steps, {losses[-1]:.3f} nats per token"
-            if "bits_per_byte" in evaluations[-1]:  # not of conversations
-                label += f", {evaluations[-1]['bits_per_byte']:.3f} bits per byte"
-            axes.plot(steps, losses, marker="o", markersize=4, label=label, **style)
+            losses = metrics.validation_losses(run)
+            last = evaluations[-1]
+            label = f"{run.name}: {last['step']:,} steps, {last['validation_loss']:.3f} nats per token"
+            if "bits_per_byte" in last:  # not of conversations
+                label += f", {last['bits_per_byte']:.3f} bits per byte"
+            axes.plot([*losses], [*losses.values()], marker="o", markersize=4, label=label, **style)
             axes.legend(title="thin: training, smoothed     dots: validation")
     # On a linear axis the steep first steps would press the rest of the curve into a flat line.
     axes.set(yscale="log", xlabel="step", ylabel="loss (nats per token)")

@@ -18,8 +18,6 @@ from training.step import StepResult
 
 SAMPLE_TOKENS = 100
 FEW_BYTES = 10_000  # of text, of which xz's own header would be a large part
-RISING = "note: the validation loss has risen twice: the model learns its text by heart. best/ keeps the best weights; "
-RISING += "give more text, fewer --steps or a smaller model"
 
 
 def show_step(session: Session, bar: tqdm, result: StepResult) -> None:
@@ -40,7 +38,9 @@ def show_evaluation(session: Session, result: Evaluation) -> None:
     losses = [*metrics.validation_losses(session.run_dir).values()]
     rises = [has_risen(losses[:end]) for end in range(3, len(losses) + 1)]
     if rises and rises[-1] and not any(rises[:-1]):  # for the first time
-        tqdm.write(RISING)
+        meaning = "the model learns its text by heart. best/ keeps the best weights"
+        fix = "give more text, fewer --steps or a smaller model"
+        tqdm.write(f"note: the validation loss has risen twice: {meaning}; {fix}")
     # With --shard there are no samples, as each token would gather all weights.
     if session.state.step < session.steps and not session.processes.sharded:
         tqdm.write(samples(session, session.settings.run.sample_prompts[:1]))
@@ -56,8 +56,7 @@ def samples(session: Session, prompts: Sequence[str]) -> str:
     chat, tokenizer = session.corpus.chat, session.corpus.tokenizer
     context = session.model.config.max_position_embeddings
     new = min(SAMPLE_TOKENS, context - 1)
-    sampling = small_model_sampling(chat=chat is not None)
-    options = dict(max_new_tokens=new, vocab_size=tokenizer.vocab_size, sampling=sampling)
+    options = dict(max_new_tokens=new, vocab_size=tokenizer.vocab_size, sampling=small_model_sampling(chat=bool(chat)))
     options["eos_ids"] = {tokenizer.eos_id, *(chat.ends if chat else ())}
     texts = []
     session.model.eval()
@@ -80,8 +79,8 @@ def report_end(session: Session) -> None:
     run_dir = shlex.quote(str(session.run_dir))
     plot.draw([session.run_dir], session.run_dir / "loss.png")
     if state.step < session.steps:
-        print(f"stopped and saved at step {state.step} of {session.steps}; resume with:")
-        print(f"  python train.py --resume {run_dir}")
+        resume = f"resume with:\n  python train.py --resume {run_dir}"
+        print(f"stopped and saved at step {state.step} of {session.steps}; {resume}")
         return
     prompts = session.settings.run.sample_prompts
     best_loss = state.best_validation_loss
@@ -97,8 +96,7 @@ def report_end(session: Session) -> None:
         print(samples(session, prompts))
     if best_loss > math.log(session.model.config.vocab_size):
         fix = "a smaller --vocab-size" if session.settings.run.init_from is None else "a larger --learning-rate"
-        # Where the loss has risen, more steps do not help.
-        steps = "more" if best_step == state.step else "fewer"
+        steps = "more" if best_step == state.step else "fewer"  # where the loss has risen, more do not help
         print(f"note: it predicts this text worse than chance; give more text, {steps} --steps or {fix}")
     if corpus.chat or corpus.has_long_tokens or corpus.validation_bytes < FEW_BYTES:
         print(f"text hash {corpus.text_hash}")

@@ -63,7 +63,7 @@ class Session:
         """The sequences of a step for this process, int64 (b, t): of --sequence-length tokens, cut into parts of t."""
         data = self.settings.data
         size = data.batch_size // self.processes.count
-        # What was read counts, not the steps: a resumed run may have had another batch size.
+        # Up to `state.step` what was read counts, not the steps: a resumed run may have had another batch size.
         sequences_read = self.state.tokens // data.sequence_length + (step - self.state.step) * data.batch_size
         options = {"first": sequences_read + self.processes.rank * size, "size": size}
         batch = self.corpus.batch(seed=self.settings.run.seed, sequence_length=data.sequence_length, **options)
@@ -83,10 +83,9 @@ def sequence_length(step: int, steps: int, data: DataSettings) -> int:
 
     A curriculum that saves time in attention: Li et al. 2022, The Stability-Efficiency Dilemma, arXiv 2108.06084.
     """
-    if data.first_sequence_length is None:
-        return data.sequence_length
-    doublings = round(math.log2(data.sequence_length / data.first_sequence_length))
-    return data.first_sequence_length * 2 ** min(doublings, int(step * doublings / (SHORTER * steps)))
+    first = data.first_sequence_length or data.sequence_length
+    doublings = round(math.log2(data.sequence_length / first))
+    return first * 2 ** min(doublings, int(step * doublings / (SHORTER * steps)))
 
 
 def set_up(settings: Settings, run_dir: Path, *, resume: bool) -> Session:
@@ -99,18 +98,14 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool) -> Session:
     last = checkpoint.find_last(run_dir) if resume else None
     with processes.main_first(run_dir) as run_dir:  # it writes the tokens, which the others then read
         settings, corpus = open_text(settings, last)
-    if last is None:
-        state = State(0, 0, 0.0, None, corpus.text_hash, fixed_settings(settings))
-    else:
-        state = checkpoint.read_state(last)
-        check_unchanged(settings, run_dir, state, corpus.text_hash)
+    state = initial_state(settings, run_dir, last, corpus.text_hash)
     check_processes_agree(processes, settings, corpus, state)
     model = initial_model(settings, dtype, last)
     forward, optimizer, scaler = prepare_training(model, settings, device, processes)
     if last is not None:
         checkpoint.load_moments(last, model, optimizer)
-        if state.scaler is not None and scaler.is_enabled():
-            scaler.load_state_dict(state.scaler)
+        if state.scaler is not None:
+            scaler.load_state_dict(state.scaler)  # does nothing where the dtype needs none
         print(f"resuming from {last}, step {state.step} of {settings.optimizer.steps}")
     if processes.count > 1:
         print(f"{processes.count} processes, each with {'its part' if processes.sharded else 'a copy'} of the weights")
@@ -121,10 +116,7 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool) -> Session:
 
 
 def use_machine(settings: Settings, processes: Processes = ALONE) -> tuple[torch.device, torch.dtype]:
-    """Use the kernels of the settings from now on; returns the device and the dtype of activations.
-
-    `UserError` for what these processes cannot train.
-    """
+    """Use the kernels of the settings; returns device and dtype. `UserError` for what these processes cannot train."""
     machine = settings.machine
     device = processes.device or choose_device(machine.device)
     kernels.use(machine.kernels, device)
@@ -143,23 +135,21 @@ def check_processes_agree(processes: Processes, settings: Settings, corpus: Text
     """`UserError` in all processes unless they train on the same text, from the same save, with the same settings."""
     data = dataclasses.replace(settings.data, data=(), tokenizer=None, cache="")  # paths may differ
     run = dataclasses.replace(settings.run, out=None, init_from=None, sample_prompts=())  # those of the text
-    weights = []
-    if processes.count > 1 and state.step == 0 and settings.run.init_from is not None:
-        weights = [file_hash(path) for path in find_weight_files(Path(settings.run.init_from))]
+    starts_from_others = processes.count > 1 and state.step == 0 and settings.run.init_from is not None
+    files = find_weight_files(Path(settings.run.init_from)) if starts_from_others else []
     processes.check_equal(
         texts=corpus.text_hash,
         tokenizers=(corpus.tokenizer.hash, corpus.tokenizer.chat_template),
         settings=(settings.model, settings.optimizer, data, settings.machine.dtype, run),
         saves=(state.step, state.seconds),
-        weights=weights,
+        weights=[file_hash(path) for path in files],
     )
 
 
 def open_text(settings: Settings, last: Path | None, *, advises: bool = True) -> tuple[Settings, Text]:
     """Print and return the text to train on, and the settings with its prompts and the size of its vocabulary."""
     corpus = prepare_corpus(settings, last)
-    data = settings.data
-    steps = settings.optimizer.steps
+    data, steps = settings.data, settings.optimizer.steps
     tokens = corpus.count_sequences(data) * data.sequence_length
     read = epochs(steps * data.batch_size * data.sequence_length, tokens)
     print("text:", "\n  ".join([corpus.description, *corpus.advice, f"{counted(steps, 'step')}: {read}"]))
@@ -173,9 +163,9 @@ def open_text(settings: Settings, last: Path | None, *, advises: bool = True) ->
 
 def print_advice(settings: Settings, corpus: Text, tokens: int) -> None:
     """Print what a new run on this text of so many tokens could do better."""
-    rate, steps, lora = settings.optimizer.learning_rate, settings.optimizer.steps, settings.run.lora
+    optimizer, lora = settings.optimizer, settings.run.lora
+    rate, steps, warmup = optimizer.learning_rate, optimizer.steps, optimizer.warmup_steps
     fewer = max(50, 10 * tokens // (settings.data.batch_size * settings.data.sequence_length))  # 10 epochs
-    warmup = settings.optimizer.warmup_steps
     if steps >= 2 * fewer:
         shorter = f"--steps {fewer}" + (f" --warmup-steps {fewer // 10}" if 4 * warmup > fewer else "")
         print(f"note: a text is learned by heart when it is read so often; give more text, or {shorter}")
@@ -183,10 +173,8 @@ def print_advice(settings: Settings, corpus: Text, tokens: int) -> None:
         print(f"note: with --evaluate-every {steps // 5}, best/ keeps the best weights of the way, not the last alone")
     if 2 * warmup > steps >= 10:
         print(f"note: the learning rate rises until step {min(warmup, steps)}; better is --warmup-steps {steps // 10}")
-    parent = settings.run.init_from
-    is_new_to_chats = False
-    if corpus.chat is not None and parent is not None:
-        is_new_to_chats = load_tokenizer(parent).chat_template is None
+    is_tuned = corpus.chat is not None and settings.run.init_from is not None
+    is_new_to_chats = is_tuned and load_tokenizer(settings.run.init_from).chat_template is None
     if is_new_to_chats and lora is not None:
         print("note: the model has not seen the tokens of the roles, which an adapter hardly teaches; leave out --lora")
     elif is_new_to_chats and rate < 3e-4:
@@ -204,10 +192,10 @@ def epochs(read: float, tokens: float) -> str:
 
 def prepare_corpus(settings: Settings, last: Path | None = None) -> Text:
     """The text as tokens, by the tokenizer of `last`, else --tokenizer, else that of --init-from, else a new one."""
-    tokenizer = last or settings.data.tokenizer or settings.run.init_from
-    if tokenizer is not None and last is None and settings.run.init_from is None:  # the model is made for it
-        return prepare(settings.data, tokenizer, None)
-    return prepare(settings.data, tokenizer, settings.model.vocab_size)
+    init_from, vocab_size = settings.run.init_from, settings.model.vocab_size
+    if last is None and init_from is None and settings.data.tokenizer:
+        vocab_size = None  # the model is made for the tokenizer
+    return prepare(settings.data, last or settings.data.tokenizer or init_from, vocab_size)
 
 
 def prepare_training(
@@ -230,13 +218,11 @@ def prepare_training(
 
 
 def fixed_settings(settings: Settings) -> dict[str, object]:
-    """What a resumed run must keep: settings, and the weights below an adapter."""
-    run = settings.run
-    values = vars(run) | vars(settings.data) | vars(settings.optimizer)
+    """What a resumed run must keep: settings, and the weights below an adapter, which means nothing on others."""
+    run, values = settings.run, settings.by_name()
     fixed = {name: values[name] for name in KEPT_SETTINGS} | vars(settings.model)
     if run.lora is not None and Path(run.init_from).is_dir():  # if it is gone, `weights.lora_model` says so
-        files = find_weight_files(Path(run.init_from))
-        fixed["base_weights"] = " ".join(map(file_hash, files))  # an adapter means nothing on other weights
+        fixed["base_weights"] = " ".join(map(file_hash, find_weight_files(Path(run.init_from))))
     return fixed
 
 
@@ -245,12 +231,16 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
-def check_unchanged(settings: Settings, run_dir: Path, state: State, text_hash: str) -> None:
-    """`UserError` if the run has ended, or its text, model or optimizer have changed since it was started."""
+def initial_state(settings: Settings, run_dir: Path, last: Path | None, text_hash: str) -> State:
+    """The state of a new run, or of `last`: `UserError` if that has ended, or text, model or optimizer have changed."""
+    fixed = fixed_settings(settings)
+    if last is None:
+        return State(0, 0, 0.0, None, text_hash, fixed)
+    state = checkpoint.read_state(last)
     if state.step >= settings.optimizer.steps:
         raise UserError(f"{run_dir} has already done {counted(state.step, 'step')}; for more, raise --steps.")
     problems = ["the text differs"] if state.text_hash != text_hash else []
-    for name, value in fixed_settings(settings).items():
+    for name, value in fixed.items():
         if state.fixed.get(name, value) != value:
             problems.append(f"{name}: {state.fixed[name]} -> {value}")
     if problems:
@@ -258,3 +248,4 @@ def check_unchanged(settings: Settings, run_dir: Path, state: State, text_hash: 
     changed = changed_fields(load_settings(run_dir / "settings.toml"), settings)
     if changed:
         print(f"changed since the run was started: {', '.join(changed)}")
+    return state

@@ -26,7 +26,6 @@ from flags import Beta, Fraction, Name, NonNegativeFloat, NonNegativeInt, Option
 from model.config import NORMS, ModelConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-NEED_A_VALUE = ("config", "resume", "init_from", "norm", "freeze")  # said here, as `defaults` reads them before tyro
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,7 @@ class Actions:
     config: str = "tiny"
     """TOML file: a path, or a name in configs/ (tiny, small, 124m, 1b; with --init-from finetune). Keys that a file
     lacks have defaults of their own, not those of tiny: --config FILE --help-all shows all."""
-    resume: Annotated[str | None, flags.optional("RUN")] = None
-    """Resume this run where it stopped; flags override its own."""
+    resume: Annotated[str | None, flags.optional("RUN")] = None  # Resume this run; flags override its settings.
     prepare: bool = False  # Do not train; make the tokenizer and all tokens of --data, so that training starts at once.
     eval_only: bool = False  # Do not train; evaluate the weights of --init-from on all of --data.
     dry_run: bool = False  # Do not train; prepare a small text, and print the memory and, from a few steps, the time.
@@ -68,7 +66,6 @@ class RunSettings:
     freeze: tuple[str, ...] = ()  # Parameters that keep their initial value: names, or patterns like 'layers.*.bias'.
     evaluate_every: PositiveInt = 500  # Steps between evaluations; each also saves and prints a text sample.
     sample_prompts: tuple[str, ...] = ("",)  # Prompts of the text samples. With --data: of held-out documents.
-
     __post_init__ = flags.check_fields
 
 
@@ -91,7 +88,6 @@ class OptimizerSettings:
     beta1: Beta = 0.9  # AdamW: decay of the moving average of the gradient (Muon's is 0.95).
     beta2: Beta = 0.95  # AdamW: decay of the moving average of the squared gradient.
     clip: PositiveFloat = 1.0  # Maximum norm of the gradient of all parameters; a larger gradient is scaled down to it.
-
     __post_init__ = flags.check_fields
 
 
@@ -108,7 +104,6 @@ class MachineSettings:
     activation_checkpointing: bool = False  # Recompute activations in the backward pass: less memory, more time.
     shard: bool = False  # With several processes: divide weights, gradients and moments among them (FSDP2).
     timeout_minutes: PositiveInt = 10  # With several processes: give up when one has not answered for this long.
-
     __post_init__ = flags.check_fields
 
 
@@ -130,9 +125,9 @@ class Settings:
         if run.lora or run.lora_alpha:
             needs = {"--lora RANK": run.lora, "--init-from MODEL": run.init_from, "no --freeze": not run.freeze}
             needs["--optimizer adamw"] = self.optimizer.optimizer == "adamw"
-            missing = [flag for flag, is_given in needs.items() if not is_given]
-            if missing:
-                raise UserError(f"LoRA needs {missing[0]}.")
+            for flag, is_given in needs.items():
+                if not is_given:
+                    raise UserError(f"LoRA needs {flag}.")
         length, context = data.sequence_length, model.max_position_embeddings
         first = data.first_sequence_length or length
         if length > context:
@@ -142,6 +137,10 @@ class Settings:
             raise UserError(f"--first-sequence-length {first} is not --sequence-length {length} divided by 2, 4, ...")
         if model.norm == "batch" and self.machine.activation_checkpointing:
             raise UserError("--norm batch would update its statistics twice; leave out --activation-checkpointing.")
+
+    def by_name(self) -> dict[str, Any]:
+        """All settings of all tables: a name is in one of them."""
+        return {name: value for table in vars(self).values() for name, value in vars(table).items()}
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,7 @@ def check_common_mistakes(arguments: list[str], given: Mapping[str, str]) -> Non
     for name, value in given.items():
         flag = "--" + name.replace("_", "-")
         has_value = value != "" and not value.startswith("-")
-        if name in NEED_A_VALUE and not has_value:
+        if name in ("config", "resume", "init_from", "norm", "freeze") and not has_value:  # said before tyro does
             choices = f": one of {', '.join(NORMS)}" if name == "norm" else "; --help-all says which"
             raise UserError(f"{flag} needs a value after it{choices}.")
         if name in ("eval_only", "dry_run", "prepare") and has_value:
@@ -219,9 +218,8 @@ def text_of_run(directory: Path) -> dict[str, object]:
     path = directory.parent / "settings.toml"
     if not is_complete(directory) or not path.is_file():
         return {}
-    settings = load_settings(path)
-    text = {name: getattr(settings.data, name) for name in TEXT_SETTINGS}
-    return text | {"sample_prompts": settings.run.sample_prompts}
+    settings = load_settings(path).by_name()
+    return {name: settings[name] for name in (*TEXT_SETTINGS, "sample_prompts")}
 
 
 def implied(given: Collection[str], settings: Settings, parent: ModelConfig | None) -> dict[str, object]:
@@ -231,8 +229,7 @@ def implied(given: Collection[str], settings: Settings, parent: ModelConfig | No
         values["norm_bias"] = True  # a norm is converted with its bias
     context = settings.model.max_position_embeddings if parent is None else parent.max_position_embeddings
     if "sequence_length" in given or settings.data.sequence_length > context:
-        values["sequence_length"] = min(settings.data.sequence_length, context)
-        values["first_sequence_length"] = None
+        values |= {"sequence_length": min(settings.data.sequence_length, context), "first_sequence_length": None}
     return values
 
 
@@ -291,7 +288,5 @@ def save_settings(settings: Settings, path: Path) -> None:
 
 def changed_fields(before: Settings, after: Settings) -> list[str]:
     """The fields in which two settings differ, as `key: before -> after`."""
-    changed = []
-    for old, new in zip(dataclasses.asdict(before).values(), dataclasses.asdict(after).values(), strict=True):
-        changed += [f"{key}: {old[key]} -> {new[key]}" for key in new if new[key] != old[key]]
-    return changed
+    old, new = before.by_name(), after.by_name()
+    return [f"{name}: {old[name]} -> {new[name]}" for name in new if new[name] != old[name]]
