@@ -215,8 +215,7 @@ def test_the_timed_steps_have_documents_where_those_of_training_have(flags, tmp_
 def test_a_micro_batch_is_never_larger_than_the_batch(flags):
     large, default = (runs.settings_of(*flags, *more) for more in (["--micro-batch-size", "64"], []))  # of 8 sequences
     memory = [estimate.memory(settings, torch.float32, kernels.reference) for settings in (large, default)]
-    assert memory[0] == memory[1]
-    assert (large.data.micro_batch(), large.data.micro_batch(processes=2)) == (8, 4)
+    assert memory[0] == memory[1] and (large.data.micro_batch(), large.data.micro_batch(processes=2)) == (8, 4)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
