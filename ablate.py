@@ -24,7 +24,7 @@ from typing import Annotated
 
 import tyro
 
-from ablation.plan import JUDGED_PAIRS, STUDIES, TYPES, Plan, base_settings, find_plan, load_plan
+from ablation.plan import JUDGED_PAIRS, STUDIES, TYPES, Plan, as_settings, base_settings, find_plan, load_plan
 from errors import UserError, exit_with, printable
 from files import locked
 from flags import call_with_flags, optional, parse_flags
@@ -284,8 +284,12 @@ def main() -> int:
     subcommand = sys.argv[1] if len(sys.argv) > 1 else ""
     if subcommand == "report":
         return call_with_flags(write_report, args=sys.argv[2:], prog="ablate.py report")
-    command = parse(sys.argv[2:], JudgeFlags) if subcommand == "judge" else parse(sys.argv[1:])
     try:
-        return judge_idea(command) if isinstance(command, JudgeFlags) else compare_arms(command)
+        if subcommand == "judge":
+            return judge_idea(parse(sys.argv[2:], JudgeFlags))
+        return compare_arms(parse(sys.argv[1:]))
+    except UserError as error:
+        raise UserError(as_settings(str(error))) from error
     except KeyboardInterrupt:
-        exit_with(f"stopped; the same command resumes it: python {shlex.join(sys.argv)}", 130)
+        resume = "" if "--dry-run" in sys.argv else f"; the same command resumes it: python {shlex.join(sys.argv)}"
+        exit_with(f"stopped{resume or '.'}", 130)

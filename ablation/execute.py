@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from ablation import report
 from ablation.judge import judge_study, pairs_of_looks
-from ablation.plan import Plan, Run, load_plan, replace_settings, run_settings, save_plan
+from ablation.plan import Plan, Run, as_settings, load_plan, replace_settings, run_settings, save_plan
 from ablation.records import JUDGEMENT, Judgement, Row, append, append_rows, as_table, read_judgement, read_rows
 from ablation.run import CODE, code_hash, settings_hash, train_run
 from ablation.study import Study
@@ -76,7 +76,7 @@ class Experiment:
             reason = "its process was killed, perhaps for lack of memory, or ended by an error at its start"
         except Exception as error:
             error = getattr(error, "cause", error)  # Ray's own error has the one that was raised
-            reason = f"{type(error).__name__}: {error}"
+            reason = f"{type(error).__name__}: {as_settings(str(error))}"
         else:
             self.check_comparable(row)
             if row.device != self.workers.device:

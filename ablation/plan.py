@@ -5,6 +5,7 @@ Arms of a seed read equal batches, unless they differ in tokenizer, steps or sha
 import dataclasses
 import functools
 import itertools
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
@@ -55,6 +56,18 @@ def label(name: str, value: object) -> str:
     if isinstance(value, tuple):
         return f"{name}={' '.join(map(str, value))}" if value else f"no {name}"
     return value if isinstance(value, str) else f"{name}={value}"
+
+
+def as_settings(message: str) -> str:
+    """A message of train.py with its flags as settings of arms: sequence_length=64 for --sequence-length 64."""
+
+    def setting(flag: re.Match) -> str:
+        name = flag[1].replace("-", "_")
+        if name not in TYPES or name in ("steps", "learning_rate"):  # a comparison has these flags, too
+            return flag[0]
+        return name if flag[2] is None else f"{name}="
+
+    return re.sub("--([a-z0-9-]+)( (?=[A-Z0-9]))?", setting, message)
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -159,6 +160,7 @@ def save_table(path: Path, rows: pd.DataFrame, narrow: list[str]) -> None:
     if len(rows):
         replace_text(path.with_suffix(".csv"), rows.drop(columns=MEAN, errors="ignore").to_csv(index=False))
         latex = rows[narrow].to_latex(index=False, escape=True, na_rep=MISSING, float_format="%.3g")
+        latex = re.sub(r"(?<=[ \[])-(?=\d)", "$-$", latex)
         replace_text(path.with_suffix(".tex"), f"% needs \\usepackage{{booktabs}}\n{latex}")
 
 

@@ -84,7 +84,7 @@ def prepare(settings: DataSettings, tokenizer: str | Path | None = None, vocab_s
     elif chat_file is None:
         loaded = trained_tokenizer(files, settings, vocab_size)
     else:
-        learn = "--init-from MODEL (in a comparison init_from=MODEL), or --tokenizer FILE for a new model"
+        learn = "--init-from MODEL, or --tokenizer FILE for a new model"
         read = "--text-field with the name of their field (messages or conversations)"
         raise UserError(f"{chat_file} has conversations; to learn them give {learn}; to read them as text give {read}.")
     vocab_size = vocab_size or loaded.vocab_size

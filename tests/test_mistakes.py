@@ -90,7 +90,7 @@ ablate --vary weight_decay 0.1 -> --vary weight_decay has no values; write --var
 ablate --a norm=rms --b qk_norm=true, -> qk_norm=true,: a space separates settings
 ablate --vary weight_decay=0.1,0.5,norm=layer,rms -> .*norm=layer,rms: a space separates settings .--vary again
 ablate --a x=1 y=2 -> y=2 stands alone; settings of one flag are one text in quotes
-ablate --vary freeze=,norms -> --freeze norms matches no parameter
+ablate --vary freeze=,norms -> freeze norms matches no parameter
 train --input /a/path/to/a/folder/of/texts/columns/text.txt -> .* /a/path/to/a/folder/of/texts/columns/text.txt;
 train --steps abc -> --steps is 'abc', no whole number; see --help
 train --steps -> --steps needs a value after it; see --help
@@ -98,7 +98,8 @@ train --norm -> .*one of rms, layer,
 train --dtype RMS -> invalid choice 'RMS' for argument '--dtype'. Expected one of .*; see --help
 train --norm RMS -> norm is 'RMS': it must be one of .*rms, .* Did you mean rms\?
 generate RUN --prompt a --temprature 1 -> Unrecognized options: .* Did you mean --temperature\?
-ablate --norm layer -> --norm is a setting of train.py; --vary norm=VALUE sets it in all runs, --vary
+ablate --norm layer -> norm is a setting of train.py; --vary norm=VALUE sets it in all runs, --vary
+ablate --vary lora=none,8 --steps 3 -> LoRA needs init_from=MODEL\.$
 ablate --vary norm=layer,rms --vary data=nothere -> no file, folder or known text is called "nothere"
 ablate judge --a norm=layer --b norm=rms --quick -> --quick is not for judge
 ablate judge -> judge needs --b "SETTING=VALUE" and, without --campaign, --a

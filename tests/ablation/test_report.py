@@ -97,7 +97,7 @@ def test_a_judged_folder_repeats_the_verdict_and_says_which_interval_is_right(fi
     assert not any(words in text for words in report.CHANGED_LATE.values())
     report.write(finish(PLAN, losses), tmp_path)
     assert pd.read_csv(tmp_path / "differences.csv").low[0] == -0.2
-    assert "-0.1000 [-0.2000, -0.0500] & " in (tmp_path / "differences.tex").read_text()
+    assert "$-$0.1000 [$-$0.2000, $-$0.0500] & " in (tmp_path / "differences.tex").read_text()
 
 
 @pytest.mark.parametrize(
