@@ -103,8 +103,9 @@ def judge_plan(command: JudgeFlags) -> Plan:
         raise UserError('--campaign judges an idea at a time: give it as --b "SETTING=VALUE", or as --pairs FILE.')
     if command.campaign and command.out:
         raise UserError("the results of an idea are in the folder of --campaign; leave out --out.")
-    if command.pairs and (command.dry_run or command.a is not None or command.b is not None):
-        raise UserError("--pairs has the losses of a and b, and trains nothing; leave out --a, --b and --dry-run.")
+    of_pairs = {name: getattr(command, name) for name in ("pairs", "campaign", "fdr", "adopt")}
+    if command.pairs and command != JudgeFlags(**of_pairs):
+        raise UserError("--pairs has the losses of a and b; of other flags it takes --campaign, --fdr and --adopt.")
     if command.campaign and command.b is not None:
         from ablation.judge import load_campaign  # imports matplotlib
 
@@ -282,6 +283,8 @@ def main() -> int:
     """Do what the command line says; returns the exit status."""
     fit_stdout(printable)  # also what others wrote
     subcommand = sys.argv[1] if len(sys.argv) > 1 else ""
+    if subcommand == "report" and "--margin" in " ".join(sys.argv):
+        raise UserError("the command of a comparison, again with another --margin, writes its report anew; give that.")
     if subcommand == "report":
         return call_with_flags(write_report, args=sys.argv[2:], prog="ablate.py report")
     try:
@@ -291,5 +294,9 @@ def main() -> int:
     except UserError as error:
         raise UserError(as_settings(str(error))) from error
     except KeyboardInterrupt:
-        resume = "" if "--dry-run" in sys.argv else f"; the same command resumes it: python {shlex.join(sys.argv)}"
+        resume = (
+            ""
+            if {"--dry-run", "--dry_run"} & {*sys.argv}
+            else f"; the same command resumes it: python {shlex.join(sys.argv)}"
+        )
         exit_with(f"stopped{resume or '.'}", 130)

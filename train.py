@@ -16,7 +16,7 @@ DESCRIPTION = """Train a small LLaMA-style transformer on text, on a GPU or a CP
   python train.py --config small --dry-run       what a larger model would need
   python train.py --resume runs/tiny-rms         resume a stopped or killed run
 
-  --norm rms|layer     the norm (--help-all names ten more)
+  --norm rms|layer     the norm (--help-all names others)
   --data PATH ...      files, folders, patterns, hub:OWNER/NAME, or a known text
   --config NAME        tiny, small, 124m, 1b or finetune of configs/, or a file
   --steps N            optimizer steps, each of --batch-size sequences
@@ -32,7 +32,6 @@ DESCRIPTION = """Train a small LLaMA-style transformer on text, on a GPU or a CP
 
 
 def main() -> int:
-    os.environ["MPLBACKEND"] = "agg"  # figures are only saved, and a backend that is not there would fail
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost process is one line, not a stack of C++ frames
     from training.settings import parse  # imported here, so that Ctrl-C at any time ends in one line
 

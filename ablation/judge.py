@@ -134,8 +134,10 @@ class Campaign:
         return 1 + max([3000, *(max(line.seeds) for line in self.ledger)])
 
     def check_new(self, baseline: str, idea: str) -> None:
-        """`UserError` if an idea has a verdict."""
-        if idea == baseline or any((line.idea, line.baseline) == (idea, baseline) for line in self.ledger):
+        """`UserError` if an idea has a verdict, or is the baseline."""
+        if idea == baseline:
+            raise UserError(f"{idea} is the baseline of {self.folder}; give --b a change of it.")
+        if any((line.idea, line.baseline) == (idea, baseline) for line in self.ledger):
             raise UserError(f"{idea} has a verdict: {self.folder / 'report.md'}")
 
     def idea_folder(self, name: str, flags: str) -> Path:
@@ -240,7 +242,7 @@ def judge_pairs(path: Path, campaign: Campaign | None) -> None:
         if judged.keys() & {*seeds}:
             log(f"{idea} has a verdict: {campaign.folder / 'report.md'}")
             continue
-        if np.ptp(pairs) < 1e-9 * abs(pairs).max():  # a test would be certain of it
+        if np.ptp(pairs) <= 1e-9 * abs(pairs).max():  # a test would be certain of it
             raise UserError(f"{path}: all differences of {idea} are equal; give the losses with more digits.")
         if len(seeds) < 2 * LOOKS:
             log(f"note: {idea} has few pairs, {len(seeds)}: a test errs more often where differences are not normal")

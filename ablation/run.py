@@ -77,7 +77,7 @@ def make_row(session: Session, run: Run, hash_of_settings: str, workers: int, *,
         weights_hash=digest(itertools.chain.from_iterable(shared)),
         batches_hash=digest(ids),
         text_hash=session.corpus.text_hash,
-        kernels=kernels.describe(session.device),
+        kernels=kernels.describe(session.device, compiled=session.settings.machine.compile),
         dtype=session.settings.machine.dtype,
         workers=workers,
     )

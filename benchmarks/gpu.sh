@@ -66,5 +66,6 @@ if command -v compute-sanitizer > /dev/null; then
     step memcheck compute-sanitizer --tool memcheck --error-exitcode 1 --target-processes all "${tests[@]}" -m smoke
     step racecheck compute-sanitizer --tool racecheck --error-exitcode 1 --target-processes all "${tests[@]}" -m smoke
 fi
-echo "== ${#steps[@]} steps, failed: ${failed[*]:-none}"
-[ ${#failed[@]} = 0 ] && [ ${#steps[@]} -gt 0 ]
+wanted=$(wc -w <<< "$chosen")
+echo "== ${#steps[@]} steps${chosen:+ of $wanted}, failed: ${failed[*]:-none}"
+[ ${#failed[@]} = 0 ] && [ ${#steps[@]} -gt 0 ] && [ ${#steps[@]} -ge "$wanted" ]

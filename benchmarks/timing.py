@@ -1,8 +1,8 @@
 """The harness: what is compared takes turns, and every speed stands beside a limit that the machine reached.
 
 A record, as in speed/, is a JSON object: the command, the machine, and a `Table` for each comparison. It is the last
-line of a benchmark whose output goes to a file or a pipe. Records of earlier versions lack the command, the commit and
-the rates. The programs of `benchmarks.decoding` time themselves; all else is timed by `block`.
+line of a benchmark whose output goes to a file or a pipe. The programs of `benchmarks.decoding` time themselves; all
+else is timed by `block`.
 """
 
 import itertools
@@ -31,7 +31,6 @@ Maker = Callable[[], Blocks]  # prepares a program
 
 
 def default_device() -> torch.device:
-    """The GPU, if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -121,7 +120,6 @@ class Table:
     rates: dict[str, float] = field(default_factory=dict)  # bytes or FLOP per second, measured in the same turns
 
     def medians(self, program: str) -> dict[str, float]:
-        """Seconds by section."""
         return {section: statistics.median(seconds) for section, seconds in self.seconds[program].items()}
 
     def shares_of_limit(self, program: str) -> str:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from ablation.plan import replace_settings
 from benchmarks import timing
 from benchmarks.decoding import COMPILED, TRANSFORMERS, transformers_model
 from model.config import ModelConfig
@@ -22,7 +21,7 @@ from model.decoder import Decoder
 from model.device import choose_dtype, keep_freed_memory
 from training.optimizer import build_optimizer
 from training.processes import Processes
-from training.settings import Settings, config_path, load_settings
+from training.settings import Settings, config_path, load_settings, replace_settings
 from training.step import train_step
 
 
@@ -67,7 +66,7 @@ def make_step(settings: Settings, variant: Variant, device: torch.device) -> tim
         timing.use_kernels(variant.kernels, device)
         model = Decoder(settings.model, seed=1, compute_dtype=dtype).to(device)
         model.activation_checkpointing = settings.machine.activation_checkpointing
-        optimizer = build_optimizer(model, settings.optimizer, device)
+        optimizer = build_optimizer(model, settings.optimizer)
         run = kernels.compile_model(model) if variant.compiled else model
     scaler = torch.amp.GradScaler(device.type, enabled=False)
     shape = (2, settings.data.micro_batch(), settings.data.sequence_length)

@@ -110,7 +110,7 @@ def add_tensors(writer: GGUFWriter, tensors: dict[str, Tensor], dtype: str) -> N
         if tensor.shape[-1] % block_size:
             raise UserError(f"{name} has rows that --dtype {dtype} cannot divide by {block_size}; leave out --dtype.")
         if not tensor.to(getattr(torch, tensor_dtype, torch.float32)).isfinite().all():
-            problem = f"{name} has values that {dtype} cannot hold (up to {tensor.float().abs().max():.3g})"
+            problem = f"{name} has values that {tensor_dtype} cannot hold (up to {tensor.float().abs().max():.3g})"
             fix = "use --dtype bfloat16 or float32, or another checkpoint if they are not finite"
             raise UserError(f"{problem}; {fix}.")
         shape = LazyNumpyTensor.meta_with_dtype_and_shape(np.float32, tensor.shape)

@@ -47,7 +47,7 @@ class Conversations:
 
     chat: ChatFormat
     tokenizer: Tokenizer
-    description: str  # two lines to print, the first of what is trained on
+    description: str  # three lines to print, the first of all
     text_hash: str  # hash of the messages, in order
     prompts: list[str]  # for samples: the first question of a conversation for validation
     train: np.ndarray  # (3, rows, T + 1): ids; whether they are learned; their conversations in the row, 0: padding
@@ -151,9 +151,10 @@ def pack_split(conversations: dict[int, Conversation], settings: DataSettings, d
         rows[name] = pack(chosen, settings.sequence_length + 1, dtype)
         learned = f"{rows[name][1].sum():,} tokens to learn in {counted(rows[name].shape[1], 'row')}"
         sizes.append(f"{counted(len(chosen), 'conversation')}, {learned}")
+    all_of_them = f"{counted(len(conversations), 'conversation')}, hash"
     questions = [message["content"] for message in held_out[0].messages if message["role"] == "user"] or ["Hello."]
     text_hash = digest(*conversations)
-    description = f"{sizes[0]}, hash {text_hash[:12]}\n  for validation {sizes[1]}"
+    description = f"{all_of_them} {text_hash[:12]}\n  to train on {sizes[0]}\n  for validation {sizes[1]}"
     return rows | {"text_hash": text_hash, "description": description, "question": questions[0]}
 
 

@@ -17,7 +17,7 @@ from data.split import DUPLICATE, MAX_VALIDATION, TRAIN, VALIDATION, split_docum
 from data.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from data.tokens import TokenStream, prepare_units
 from data.train_tokenizer import trained_tokenizer
-from errors import UserError, counted, note
+from errors import UserError, counted
 
 LONG_TOKENS = 10  # bytes of a token, on average
 SHORTEST_END = 500  # bytes at the end of a document that are held out together
@@ -110,8 +110,10 @@ def count_last_tokens(ids: np.ndarray, size: int, tokenizer: Tokenizer) -> int:
     return int(np.searchsorted(sizes[::-1].cumsum(), size, "right"))
 
 
-def hold_out_ends(table: np.ndarray, is_train: np.ndarray, share: float, text: TokenStream, tokenizer: Tokenizer):
-    """Which ids of each document are for training: all but, at the ends of those that are long, `share` in bytes."""
+def hold_out_ends(
+    table: np.ndarray, is_train: np.ndarray, share: float, text: TokenStream, tokenizer: Tokenizer
+) -> np.ndarray:
+    """How many ids of each document are for training: all but, at the ends of those that are long, `share` in bytes."""
     cuts = np.where(is_train, table["tokens"], 0).astype(np.int64)
     [rows] = np.nonzero(is_train)
     share_of_bytes = share / table["bytes"][rows].sum()
@@ -126,7 +128,7 @@ def hold_out_ends(table: np.ndarray, is_train: np.ndarray, share: float, text: T
 
 
 def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokenizer, is_new: bool) -> Corpus:
-    """The documents of all files for training and for validation or, where none is held out, the ends of all."""
+    """Documents for training and for validation, where few are held out with the ends of the others."""
     units = prepare_units(files, tokenizer, Path(settings.cache, "units"))
     table = np.concatenate([unit.table for unit in units])
     kinds = split_documents(table["hash"], table["bytes"], settings)
@@ -138,28 +140,22 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
     everything = TokenStream(units, nothing, tokens)
     stops = np.where(kinds == DUPLICATE, nothing, tokens)
     cuts = np.where(kinds == TRAIN, tokens, nothing)  # up to here a document is for training, and then for validation
-    if VALIDATION in kinds:
-        held_out = table["bytes"][kinds == VALIDATION]
-        source = counted(len(held_out), "document")
-        validation = TokenStream(units, cuts, stops)[:]
-        validation_bytes = int(held_out.sum())
-        if validation_bytes < share / 5:
-            text = f"only short documents are held out, {validation_bytes:,} bytes, so the validation loss says little"
-            note(f"{text}; --validation-salt 1 holds out others")
-    else:
+    held_out = table["bytes"][kinds == VALIDATION]
+    validation_bytes = int(held_out.sum())
+    sources = [counted(len(held_out), "document")] if len(held_out) else []
+    if validation_bytes <= share / 5:
         cuts = hold_out_ends(table, kinds == TRAIN, share, everything, tokenizer)
-        count = int((cuts < stops).sum())
-        source = "the end of the text" if count == 1 else f"the ends of {count} documents"
-        validation = TokenStream(units, cuts, stops)[:]
-        validation_bytes = len(tokenizer.decode(validation).encode("utf-8"))
-    train = TokenStream(units, nothing, cuts)
+        ends = TokenStream(units, cuts, np.where(kinds == TRAIN, tokens, nothing))
+        validation_bytes += len(tokenizer.decode(ends[:]).encode("utf-8"))
+        sources.append(f"the ends of {counted(int(((cuts > 0) & (cuts < stops)).sum()), 'document')}")
+    train, validation = TokenStream(units, nothing, cuts), TokenStream(units, cuts, stops)[:]
     text_hash = hashlib.blake2b(documents["hash"].tobytes(), digest_size=16).hexdigest()
     dropped = counted(len(table) - len(documents), "duplicate")
     of_train = f"{(size - validation_bytes) / max(1, len(train)):.2f} bytes per token"
     lines = [
         f"{counted(len(documents), 'document')} ({dropped} dropped), {size / 1e6:.2f} MB, hash {text_hash[:12]}",
         f"{len(train):,} tokens to train on, {of_train}, vocabulary {tokenizer.vocab_size:,}",
-        f"{len(validation):,} for validation ({source}, {validation_bytes / 1e6:.2g} MB)",
+        f"{len(validation):,} for validation ({', '.join(sources)}, {validation_bytes / 1e6:.2g} MB)",
     ]
     bytes_per_token = size / (len(train) + len(validation))
     starts = np.flatnonzero(validation == tokenizer.document_start)[:3].tolist() or [0]

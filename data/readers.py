@@ -6,7 +6,7 @@ import gzip
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from data.chat import plain_message
+from data.chat import plain_messages
 from data.python_chat import questions_and_answers
 from data.sources import TextFile
 from errors import UserError, note, reading
@@ -97,11 +97,16 @@ def parse_row(row: bytes | dict) -> dict:
 
 
 def text_of(row: dict, field: str) -> str:
+    if field in MESSAGES and field not in row:  # a text among conversations
+        field = "text"
     if field not in row:
         raise ValueError(f"no field {field!r} among {', '.join(row)}")
     text = "" if row[field] is None else row[field]
     if field in MESSAGES and isinstance(text, list):
-        text = "\n".join(plain_message(message)["content"] for message in text)
+        try:
+            text = "\n".join(message["content"] for message in plain_messages(text))
+        except UserError:  # left out and counted, as where conversations are learned
+            return ""
     if not isinstance(text, str):
         raise ValueError(f"{field!r} is {type(text).__name__}, not text")
     text.encode("utf-8")  # JSON can have half a surrogate pair as an escape

@@ -207,5 +207,5 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     special = {i for i, token in tokenizer.added_tokens.items() if token.special}
     needed = 1 + max({*tokenizer.vocabulary.values()} - special | {tokenizer.eos_id, tokenizer.document_start})
     if needed > vocab_size:
-        fix = "give the tokenizer that the model was trained with"
+        fix = "give the tokenizer, or the adapter, of this model"
         raise UserError(f"the tokenizer has {needed:,} ids but the model only {vocab_size:,}; {fix}.")

@@ -65,12 +65,13 @@ def cached_unavailable_reason(device: torch.device) -> str | None:
     return None
 
 
-def choose(device: torch.device) -> tuple[ModuleType, str]:
-    """The module whose functions run on a device, as `use` chose, and what it is in a few words."""
+def choose(device: torch.device, compiled: bool) -> tuple[ModuleType, str]:
+    """The module whose functions run on a device, as `use` chose, and what it is in a few words; compiled: in a model
+    that torch.compile has compiled."""
     if device.type == "cpu" and _choice in ("auto", "torch"):
         if cpu is None:
             return reference, "plain PyTorch (without Numba)"
-        if torch.compiler.is_compiling():  # it fuses itself what `cpu` does in one pass
+        if compiled or torch.compiler.is_compiling():  # it fuses itself what `cpu` does in one pass
             return reference, "plain PyTorch"
         return cpu, "plain PyTorch with CPU functions"
     if _choice in ("torch", "reference"):
@@ -81,8 +82,8 @@ def choose(device: torch.device) -> tuple[ModuleType, str]:
     return gpu, "Triton, interpreted (slow)" if gpu.INTERPRETED else "Triton"
 
 
-def implementation(device: torch.device) -> ModuleType:
-    return choose(device)[0]
+def implementation(device: torch.device, *, compiled: bool = False) -> ModuleType:
+    return choose(device, compiled)[0]
 
 
 def compile_model(model: Callable) -> Callable:
@@ -94,8 +95,8 @@ def compile_model(model: Callable) -> Callable:
     return torch.compile(model, fullgraph=True)
 
 
-def describe(device: torch.device) -> str:
-    return choose(device)[1]
+def describe(device: torch.device, *, compiled: bool = False) -> str:
+    return choose(device, compiled)[1]
 
 
 def by_device(function: Callable) -> Callable:

@@ -64,8 +64,7 @@ def launch_tiles(kernel, *arguments, rows, width):
     """Launch a kernel on all tiles of (rows, width) elements; narrow rows share a program."""
     block = min(tile_width(width), TILE)
     programs = triton.cdiv(rows, TILE // block) * triton.cdiv(width, block)
-    if programs:
-        kernel[(programs,)](*arguments, rows, width, ROWS=TILE // block, BLOCK=block, num_warps=4)
+    kernel[(programs,)](*arguments, rows, width, ROWS=TILE // block, BLOCK=block, num_warps=4)
 
 
 def swiglu_forward_fake(gate_up):

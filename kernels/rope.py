@@ -197,11 +197,10 @@ def rotary_forward(
     constants = kernel_constants(num_heads, num_kv_heads, cos.shape[-1])
     tiles = (num_heads + 2 * num_kv_heads) // constants["HEADS"]
     programs = batch * triton.cdiv(length, constants["TOKENS"]) * tiles
-    if programs:
-        rotary_forward_kernel[(programs,)](
-            qkv, cos, sin, q_weight, k_weight, q, k, v,
-            length, qkv.stride(0), qkv.stride(1), sequence_stride(cos), eps, **constants, num_warps=NUM_WARPS,
-        )  # fmt: skip
+    rotary_forward_kernel[(programs,)](
+        qkv, cos, sin, q_weight, k_weight, q, k, v,
+        length, qkv.stride(0), qkv.stride(1), sequence_stride(cos), eps, **constants, num_warps=NUM_WARPS,
+    )  # fmt: skip
     return q, k, v
 
 
@@ -232,12 +231,11 @@ def rotary_backward(
         qkv = with_unit_stride(qkv)
         qkv_strides = qkv.stride(0), qkv.stride(1)
     grad_strides = [grad.stride(axis) for grad in grads for axis in range(3)]
-    if programs:
-        rotary_backward_kernel[(programs * tiles,)](
-            *grads, qkv, cos, sin, q_weight, k_weight, dqkv, parts,
-            blocks, length, *qkv_strides, sequence_stride(cos), *grad_strides, eps,
-            **constants, STAGES=1 if parts is None else 3, num_warps=NUM_WARPS,
-        )  # fmt: skip
+    rotary_backward_kernel[(programs * tiles,)](
+        *grads, qkv, cos, sin, q_weight, k_weight, dqkv, parts,
+        blocks, length, *qkv_strides, sequence_stride(cos), *grad_strides, eps,
+        **constants, STAGES=1 if parts is None else 3, num_warps=NUM_WARPS,
+    )  # fmt: skip
     return dqkv, dweights if parts is None else parts.sum(0).view_as(dweights)
 
 
@@ -256,9 +254,8 @@ class TritonRotary(torch.autograd.Function):
     def backward(ctx, dq, dk, dv):
         qkv, cos, sin, q_weight, k_weight = ctx.saved_tensors
         dqkv, dweights = rotary_backward(dq, dk, dv, qkv, cos, sin, q_weight, k_weight, ctx.eps)
-        if q_weight is None:
-            return dqkv, None, None, None, None, None, None, None
-        return dqkv, None, None, None, None, dweights[0].to(q_weight.dtype), dweights[1].to(k_weight.dtype), None
+        dq_weight, dk_weight = (None, None) if q_weight is None else dweights.to(q_weight.dtype)
+        return dqkv, None, None, None, None, dq_weight, dk_weight, None
 
 
 def rotary(qkv, cos, sin, num_heads, num_kv_heads, q_norm_weight=None, k_norm_weight=None, eps=1e-6):

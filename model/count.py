@@ -34,7 +34,6 @@ def adapter_parameters(config: ModelConfig, rank: int) -> int:
 
 
 def layer_matrices(config: ModelConfig) -> int:
-    """Number of parameters in the matrices of a layer."""
     return config.hidden_size * sum(inner_widths(config))
 
 

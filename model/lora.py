@@ -36,11 +36,10 @@ def add_lora(decoder: Decoder, fields: dict, seed: int) -> Decoder:
     """Freeze the decoder; each matrix of its layers gets an A, uniform within 1/sqrt(in) as in PEFT, and a B of 0."""
     decoder.requires_grad_(False)
     decoder.lora = fields
-    scale = fields["lora_alpha"] / fields["r"]
     for name, linear in [*decoder.layers.named_modules(prefix="layers")]:
         if isinstance(linear, Linear):
             rows = decoder.config.packed_matrices.get(name.rpartition(".")[2], {name: len(linear.weight)})
-            lora = LoraLinear(linear, [*rows.values()], fields["r"], scale)
+            lora = LoraLinear(linear, [*rows.values()], fields["r"], fields["lora_alpha"] / fields["r"])
             bound = 1 / math.sqrt(linear.weight.shape[1])
             lora.lora_A.weight.uniform_(-bound, bound, generator=generator_for(seed, f"{name}.lora_A.weight"))
             lora.lora_B.weight.zero_()

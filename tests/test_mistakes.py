@@ -82,7 +82,8 @@ generate RUN --merge NEW -> --merge: .* is no adapter
 generate RUN --prompt a --adapter RUN -> .*RUN is no adapter, as it has no adapter_config.json
 ablate --a norm=rms -> --b is missing; --a "" is the config as it is
 ablate judge --campaign nowhere -> --campaign judges an idea at a time: give it as --b
-ablate judge --pairs x.csv --dry-run -> --pairs has the losses of a and b, and trains nothing; leave out --a, --b
+ablate judge --pairs x.csv --dry-run -> --pairs has the losses of a and b; of other flags it takes
+ablate judge --pairs x.csv --margin 0.1 -> --pairs has the losses of a and b; of other flags it takes
 ablate --vary norm=rms -> a comparison needs two arms or more
 ablate --seed 5 -> Unrecognized options: --seed, 5; see --help. Did you mean --first-seed\?
 ablate --vary norm=layer, rms -> rms is no plan; join values by commas: --vary norm=layer,rms

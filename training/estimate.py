@@ -55,7 +55,7 @@ def estimate(settings: Settings, last: Path | None = None, *, advises: bool = Tr
     batch = f"{data.batch_size} sequences of {data.sequence_length}"
     print(f"training  {tokens:,} tokens in {counted(steps, 'step')} of {batch}")
     print(f"compute   {flops * tokens:.2e} FLOPs, {flops / 1e6:,.1f} million per token")
-    print_memory(settings, dtype, kernels.implementation(device))
+    print_memory(settings, dtype, kernels.implementation(device, compiled=settings.machine.compile))
     is_chat = corpus is not None and corpus.chat is not None
     seconds = measure_time(settings, device, dtype, has_documents=is_chat or data.document_mask)
     if is_chat:

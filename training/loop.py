@@ -100,8 +100,7 @@ def stop_signals(*, second_interrupts: bool) -> Iterator[Callable[[], int]]:
     with contextlib.ExitStack() as at_exit:
         for signum in signums:
             if signal.getsignal(signum) != signal.SIG_IGN:  # as nohup sets it
-                previous = signal.signal(signum, receive)
-                at_exit.callback(signal.signal, signum, previous)
+                at_exit.callback(signal.signal, signum, signal.signal(signum, receive))  # its handler before
         yield lambda: received
 
 

@@ -31,5 +31,6 @@ def validation_losses(run_dir: Path) -> dict[int, float]:
 
 def keep_until(run_dir: Path, step: int) -> None:
     """Remove the lines of later steps: the file of a resumed run reads as if it had never stopped."""
-    lines = [json.dumps(line) + "\n" for line in read(run_dir) if line["step"] <= step]
+    with reading(run_dir / NAME, "delete the damaged line"):
+        lines = [json.dumps(line) + "\n" for line in read(run_dir) if line["step"] <= step]
     replace_text(run_dir / NAME, "".join(lines))

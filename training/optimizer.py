@@ -37,7 +37,7 @@ def freeze_parameters(model: nn.Module, patterns: tuple[str, ...]) -> None:
             raise UserError(f"--freeze {pattern} {problem}; the names are {', '.join([*parameters][:8])}, ...")
 
 
-def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.device) -> torch.optim.Optimizer:
+def build_optimizer(model: Decoder, settings: OptimizerSettings) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019, algorithm 2), or `Muon` for the matrices of layers and AdamW for the rest."""
     decaying = {row.name for row in model.config.norm_parameters if row.decays}
     decay = settings.weight_decay
@@ -61,8 +61,7 @@ def build_optimizer(model: Decoder, settings: OptimizerSettings, device: torch.d
             groups[decay, 1.0].append(parameter)
     groups = groups or {(decay, 1.0): []}  # AdamW wants one
     adamw_groups = [{"params": groups[key], "weight_decay": key[0], "lr_multiplier": key[1]} for key in groups]
-    fused = device.type in ("cuda", "cpu", "mps")
-    adamw = torch.optim.AdamW(adamw_groups, settings.learning_rate, (settings.beta1, settings.beta2), fused=fused)
+    adamw = torch.optim.AdamW(adamw_groups, settings.learning_rate, (settings.beta1, settings.beta2), fused=True)
     if not rows:
         return adamw
     dtype = torch.bfloat16 if model.compute_dtype == torch.bfloat16 else torch.float32

@@ -9,7 +9,7 @@ import numpy as np
 import tyro
 
 from errors import UserError, note, printable, run_main
-from files import replacing
+from files import read_json, replacing
 from training import metrics
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")  # told apart without colour vision: Okabe and Ito 2008
@@ -23,8 +23,7 @@ def use_chinese_fonts(*texts: str) -> None:
     """Draw Chinese in a font of this machine; where there is none, as boxes, and with a note if texts have some."""
     from matplotlib import font_manager, rcParams
 
-    installed = {*font_manager.get_font_names()}
-    fonts = [font for font in CHINESE if font in installed]
+    fonts = [font for font in CHINESE if font in font_manager.get_font_names()]
     rcParams["font.family"] = ["DejaVu Sans", *fonts]
     if not fonts and max("".join(texts), default="") >= "\u2e80":
         note("no font for Chinese is installed, so pictures have boxes (Debian, Ubuntu: apt install fonts-noto-cjk)")
@@ -60,7 +59,7 @@ def draw(runs: Sequence[Path], path: Path) -> None:
         if evaluations:
             losses = metrics.validation_losses(run)
             last = evaluations[-1]
-            label = f"{run.name}: {last['step']:,} steps, {last['validation_loss']:.3f} nats per token"
+            label = f"run {run.name}: {last['step']:,} steps, {last['validation_loss']:.3f} nats per token"
             if "bits_per_byte" in last:  # not of conversations
                 label += f", {last['bits_per_byte']:.3f} bits per byte"
             axes.plot([*losses], [*losses.values()], marker="o", markersize=4, label=label, **style)
@@ -82,6 +81,8 @@ def main(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path | None = None) 
     for run in runs:
         if not (run / metrics.NAME).is_file():
             raise UserError(f"{run} has no {metrics.NAME}; give the folder of a run, such as runs/tiny-rms.")
+    if len({read_json(run / "last" / "state.json").get("text_hash") for run in runs}) > 1:
+        note("the runs have different texts, whose losses cannot be compared")
     path = out or runs[0] / "loss.png"
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise UserError(f"--out {path} must end in .png, .svg or .pdf.")

@@ -110,7 +110,8 @@ def set_up(settings: Settings, run_dir: Path, *, resume: bool) -> Session:
     if processes.count > 1:
         print(f"{processes.count} processes, each with {'its part' if processes.sharded else 'a copy'} of the weights")
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    computed = f"{device_name(device)}, {settings.machine.dtype} activations, kernels: {kernels.describe(device)}"
+    words = kernels.describe(device, compiled=settings.machine.compile)
+    computed = f"{device_name(device)}, {settings.machine.dtype} activations, kernels: {words}"
     print(f"model: {size:.2f}M parameters, {settings.model.norm} norm; {computed}")
     return Session(settings, run_dir, processes, device, corpus, model, forward, optimizer, scaler, state)
 
@@ -170,7 +171,7 @@ def print_advice(settings: Settings, corpus: Text, tokens: int) -> None:
         shorter = f"--steps {fewer}" + (f" --warmup-steps {fewer // 10}" if 4 * warmup > fewer else "")
         print(f"note: a text is learned by heart when it is read so often; give more text, or {shorter}")
     if settings.run.evaluate_every >= steps > max(9, fewer // 5):  # from 2 epochs on, more may be worse
-        print(f"note: with --evaluate-every {steps // 5}, best/ keeps the best weights of the way, not the last alone")
+        print(f"note: give --evaluate-every {steps // 5}, and best/ keeps the best weights of the way, not the last")
     if 2 * warmup > steps >= 10:
         print(f"note: the learning rate rises until step {min(warmup, steps)}; better is --warmup-steps {steps // 10}")
     is_tuned = corpus.chat is not None and settings.run.init_from is not None
@@ -213,7 +214,7 @@ def prepare_training(
     if not processes.sharded and processes.count > 1:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.13 renames broadcast_buffers
             forward = DistributedDataParallel(forward, broadcast_buffers=False, gradient_as_bucket_view=True)
-    optimizer = build_optimizer(model, settings.optimizer, device)
+    optimizer = build_optimizer(model, settings.optimizer)
     return forward, optimizer, torch.amp.GradScaler(device.type, enabled=model.compute_dtype == torch.float16)
 
 

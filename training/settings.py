@@ -267,7 +267,8 @@ def read_table(path: Path, kind: type, values: dict) -> Any:
                 fix = f" It belongs in [{tables[0]}]." if tables else flags.nearest(name, types)
                 if path.name == "settings.toml":
                     fix += " If another version of this code wrote it, remove the line."
-                raise UserError(f"{path}: unknown key {name}.{fix or ' Known: ' + ', '.join(types)}")
+                known = ", ".join(types) if kind is not Settings else f"[{'], ['.join(types)}]"  # tables
+                raise UserError(f"{path}: unknown key {name}.{fix or f' Known: {known}'}")
             if dataclasses.is_dataclass(types[name]):
                 if not isinstance(value, dict):
                     raise UserError(f"{path}: {name} is a table; write [{name}] on a line above its keys.")

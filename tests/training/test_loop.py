@@ -120,7 +120,7 @@ def test_a_loss_that_rises_twice_is_a_note_also_where_the_run_was_resumed(flags,
     train_run(tmp_path / "short", *flags, *short)
     out = capsys.readouterr().out
     assert "note: the learning rate rises until step 24; better is --warmup-steps 2" in out
-    assert "note: with --evaluate-every 4, best/ keeps the best weights of the way" in out
+    assert "note: give --evaluate-every 4, and best/ keeps the best weights of the way" in out
     train_run(tmp_path / "tuned", *flags[2:], "--init-from", str(run), "--steps", "2")
     assert " (step 0)\nnote: training has made the model no better" in capsys.readouterr().out
 

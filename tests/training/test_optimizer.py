@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def groups_by_parameter(model: Decoder, settings: OptimizerSettings) -> dict[str, dict]:
     """The optimizer's group of each parameter, by name; each is in one."""
-    groups = build_optimizer(model, settings, CPU).param_groups
+    groups = build_optimizer(model, settings).param_groups
     group_by_id = {id(parameter): group for group in groups for parameter in group["params"]}
     assert len(group_by_id) == sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
     return {name: group_by_id[id(parameter)] for name, parameter in model.named_parameters()}
@@ -53,7 +53,7 @@ def test_frozen_parameters_are_in_no_group_and_a_group_may_be_empty(settings):
     for optimizer in ("adamw", "muon"):
         model = Decoder(dataclasses.replace(settings.model, tie_word_embeddings=False))
         freeze_parameters(model, ("*norm.*", "embed_tokens.*", "lm_head.*"))
-        chosen = build_optimizer(model, dataclasses.replace(settings.optimizer, optimizer=optimizer), CPU)
+        chosen = build_optimizer(model, dataclasses.replace(settings.optimizer, optimizer=optimizer))
         trained = {parameter for group in chosen.param_groups for parameter in group["params"]}
         assert trained == {parameter for name, parameter in model.named_parameters() if "_proj." in name}
         model(torch.ones(1, 8, dtype=torch.long)).sum().backward()
@@ -120,8 +120,8 @@ def unpacked(model: Decoder, of: Callable[[torch.nn.Parameter], torch.Tensor]) -
 def test_steps_equal_the_definition_in_float64_and_those_of_all_other_parameters_adamw(settings, relative, bias):
     settings = with_muon(settings, attention_bias=bias, qk_norm=bias, tie_word_embeddings=not bias)
     model, other = (Decoder(settings.model, seed=3) for _ in range(2))
-    optimizer = build_optimizer(model, settings.optimizer, CPU)
-    adamw = build_optimizer(other, dataclasses.replace(settings.optimizer, optimizer="adamw"), CPU)
+    optimizer = build_optimizer(model, settings.optimizer)
+    adamw = build_optimizer(other, dataclasses.replace(settings.optimizer, optimizer="adamw"))
     weights = {name: matrix.double() for name, matrix in unpacked(model, torch.Tensor.detach).items()}
     momenta = {name: torch.zeros_like(matrix) for name, matrix in weights.items()}
     squares = {name: torch.zeros(len(matrix), 1) for name, matrix in weights.items()}
@@ -159,7 +159,7 @@ def test_a_gradient_that_overflows_under_float16_changes_nothing_and_one_of_zero
     settings = with_muon(settings)
     model = Decoder(settings.model, seed=3)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    optimizer, scaler = build_optimizer(model, settings.optimizer, CPU), torch.amp.GradScaler("cpu", enabled=True)
+    optimizer, scaler = build_optimizer(model, settings.optimizer), torch.amp.GradScaler("cpu", enabled=True)
     scaler.scale(torch.zeros(()))
     for value, moves in ((math.inf, False), (0.0, True)):
         set_gradients(model, 1)
