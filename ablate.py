@@ -24,7 +24,7 @@ from typing import Annotated
 
 import tyro
 
-from ablation.plan import JUDGED_PAIRS, STUDIES, TYPES, Plan, as_settings, base_settings, find_plan, load_plan
+from ablation.plan import JUDGED_PAIRS, TYPES, Plan, as_settings, base_settings, find_plan, load_plan, plan_path
 from errors import UserError, exit_with, printable
 from files import locked
 from flags import call_with_flags, optional, parse_flags
@@ -89,8 +89,7 @@ def compare_plan(command: CompareFlags) -> Plan:
     rates = plan.learning_rates[:1] if config == plan.config else ()
     if not rates and not all("learning_rate" in arm.changes for arm in plan.all_arms.values()):
         rates = (base_settings(config).optimizer.learning_rate,)
-    name = f"{plan.name}-quick"
-    return dataclasses.replace(plan, name=name, seeds=3, steps=300, rerun_seeds=0, learning_rates=rates)
+    return dataclasses.replace(plan, name=f"{plan.name}-quick", seeds=3, steps=300, rerun_seeds=0, learning_rates=rates)
 
 
 def judge_plan(command: JudgeFlags) -> Plan:
@@ -141,13 +140,12 @@ def parse(arguments: list[str], command_type: type[CompareFlags] = CompareFlags)
 
 def check_words(arguments: list[str], command_type: type[CompareFlags]) -> None:
     """`UserError` for flags of train.py and judge."""
-    of_judge = {f.name for f in dataclasses.fields(JudgeFlags)} - {f.name for f in dataclasses.fields(CompareFlags)}
     for word in arguments:
         name = word.partition("=")[0].removeprefix("--").replace("-", "_") if word.startswith("--") else ""
         if name in TYPES.keys() - {"steps", "learning_rate"}:  # there are --steps and --learning-rates
             use = f"--vary {name}=VALUE sets it in all runs, --vary {name}=VALUE,VALUE compares values"
             raise UserError(f"{word} is a setting of train.py; {use}.")
-        if name in of_judge and command_type is not JudgeFlags:
+        if name in JudgeFlags.__annotations__ and command_type is not JudgeFlags:
             raise UserError(f"{word} belongs to judge: python ablate.py judge {word} ...")
 
 
@@ -159,7 +157,7 @@ def starting_plan(command: CompareFlags) -> Plan:
     for text in command.varied:
         if "=" not in text:
             raise UserError(f"--vary {text} has no values; write --vary {text}=V,V.")
-        values = [word for word in command.plan_files if not Path(word).exists() and not (STUDIES / word).exists()]
+        values = [word for word in command.plan_files if not plan_path(word) and not Path(word).exists()]
         if values:
             joined = ",".join([text.rstrip(","), *values])
             raise UserError(f"{values[0]} is no plan; join values by commas: --vary {joined}")
@@ -182,8 +180,7 @@ def starting_plan(command: CompareFlags) -> Plan:
             texts.append(plan.config)
     text = re.sub(r"[^\w.]+", "-", " ".join(filter(None, [plan.name, *texts]))).strip("-")
     texts_hash = hashlib.blake2b(repr((plan_file, *texts)).encode(), digest_size=3).hexdigest()
-    name = f"{text[:48]}-{texts_hash}"
-    return dataclasses.replace(plan, name=name, arms=arms or plan.arms, vary=plan.vary | vary)
+    return dataclasses.replace(plan, name=f"{text[:48]}-{texts_hash}", arms=arms or plan.arms, vary=plan.vary | vary)
 
 
 def run_flags(plan: Plan) -> str:
@@ -280,7 +277,6 @@ def judge_idea(command: JudgeFlags) -> int:
 
 
 def main() -> int:
-    """Do what the command line says; returns the exit status."""
     fit_stdout(printable)  # also what others wrote
     subcommand = sys.argv[1] if len(sys.argv) > 1 else ""
     if subcommand == "report" and "--margin" in " ".join(sys.argv):
@@ -294,9 +290,6 @@ def main() -> int:
     except UserError as error:
         raise UserError(as_settings(str(error))) from error
     except KeyboardInterrupt:
-        resume = (
-            ""
-            if {"--dry-run", "--dry_run"} & {*sys.argv}
-            else f"; the same command resumes it: python {shlex.join(sys.argv)}"
-        )
-        exit_with(f"stopped{resume or '.'}", 130)
+        if {"--dry-run", "--dry_run"} & {*sys.argv}:
+            raise
+        exit_with(f"stopped; the same command resumes it: python {shlex.join(sys.argv)}", 130)

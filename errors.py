@@ -24,7 +24,7 @@ PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\t\n"
 PICTURES |= {0x7F: 0x2421} | dict.fromkeys((*range(0x80, 0xA0), *range(0xDC80, 0xDD00)), 0xFFFD)
 
 TOGETHER = dict.fromkeys(("starlette", "uvicorn"), "starlette uvicorn")  # a missing package -> what to install
-TOGETHER |= dict.fromkeys(("pandas", "scipy"), "pandas scipy")
+TOGETHER |= dict.fromkeys(("pandas", "scipy"), "pandas scipy") | {"google": "protobuf", "google.protobuf": "protobuf"}
 
 
 def printable(text: str) -> str:

@@ -21,9 +21,8 @@ def read_json(path: Path) -> dict:
         return parse_object(path.read_bytes()) if path.is_file() else {}  # not of a named pipe
 
 
-def parse_object(text: bytes) -> dict:
-    """The JSON object that a text is."""
-    value = json.loads(text)
+def parse_object(text: bytes | dict) -> dict:
+    value = text if isinstance(text, dict) else json.loads(text)
     if not isinstance(value, dict):
         raise ValueError(f"it is of type {type(value).__name__}, not an object")
     return value

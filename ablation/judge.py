@@ -206,9 +206,8 @@ def read_pairs(path: Path) -> dict[str, pd.Series]:
     if rows.empty:
         raise UserError(f"{path} has no rows.")
     as_read = rows[columns]
-    rows = as_read.copy()
-    rows["idea"] = rows.idea.map(str, na_action="ignore")
-    rows[["seed", "loss"]] = rows[["seed", "loss"]].apply(pd.to_numeric, errors="coerce")
+    numbers = as_read[["seed", "loss"]].apply(pd.to_numeric, errors="coerce")
+    rows = as_read.assign(idea=as_read.idea.map(str, na_action="ignore"), **numbers)
     problems = {
         "it has no idea, or an arm other than a and b": rows.idea.isna() | ~rows.arm.isin(["a", "b"]),
         "the seed is not a whole number, or the loss not finite": (rows.seed % 1 != 0) | ~np.isfinite(rows.loss),

@@ -87,16 +87,13 @@ def checkpoint_model(init_from: str) -> tuple[str, ModelConfig | None]:
 
 @dataclass(frozen=True)
 class Arm:
-    name: str
     changes: dict[str, Any]  # by the short name of a setting, such as {"norm": "layer"}
     settings: Settings  # of its runs, but for seed and learning rate
     baseline: str | None  # the arm that it is compared with; None for a baseline
 
     def value(self, name: str) -> Any:
         """The value of a setting: as the plan wrote it where the arm changes it, else as in `settings`."""
-        if name in self.changes:
-            return self.changes[name]
-        return next(vars(table)[name] for table in vars(self.settings).values() if name in vars(table))
+        return (self.settings.by_name() | self.changes)[name]
 
 
 @dataclass(frozen=True)
@@ -151,19 +148,17 @@ class Plan:
             for arm, own in arms.items():
                 name = ", ".join([arm, *(label(*choice) for choice in choices if len(self.vary[choice[0]]) > 1)])
                 changes = own | dict(choices)
-                combined[name] = Arm(name, changes, changed_settings(self.config, self.steps, changes), baseline)
+                combined[name] = Arm(changes, changed_settings(self.config, self.steps, changes), baseline)
                 baseline = baseline or name
         if len(combined) < 2:
             raise UserError("a comparison needs two arms or more: --vary SETTING=VALUE,VALUE, or --a and --b.")
-        for a, b in itertools.combinations(combined.values(), 2):
-            if a.settings == b.settings:
-                raise UserError(f"the arms {a.name} and {b.name} have the same settings.")
+        for a, b in itertools.combinations(combined, 2):
+            if combined[a].settings == combined[b].settings:
+                raise UserError(f"the arms {a} and {b} have the same settings.")
         for setting in TEXT_SETTINGS:
             if len({arm.value(setting) for arm in combined.values()}) > 1:
-                fix = f"give all the same: --vary {setting}=VALUE, or both of --a and --b"
-                raise UserError(
-                    f"arms that differ in {setting} have losses of different texts; {fix} (otherwise: docs/compare.md)."
-                )
+                fix = f"give all the same (--vary {setting}=VALUE, or both of --a and --b; otherwise: docs/compare.md)"
+                raise UserError(f"arms that differ in {setting} have losses of different texts; {fix}.")
         return combined
 
     @functools.cached_property
@@ -234,12 +229,17 @@ def run_settings(plan: Plan, run: Run) -> Settings:
     return replace_settings(plan.all_arms[run.arm].settings, {"learning_rate": run.learning_rate, "seed": run.seed})
 
 
-def find_plan(name: str) -> Path:
+def plan_path(name: str) -> Path | None:
     """The TOML file that a name stands for: a path, a folder of results, or its name in studies/ or runs/."""
     folders = (Path(name), STUDIES / name, Path("runs") / f"ablation-{name}")
-    for path in (Path(name), *(folder / "plan.toml" for folder in folders)):
-        if path.is_file():
-            return path
+    return next(filter(Path.is_file, [Path(name), *(folder / "plan.toml" for folder in folders)]), None)
+
+
+def find_plan(name: str) -> Path:
+    """`plan_path`, or a `UserError`."""
+    path = plan_path(name)
+    if path is not None:
+        return path
     if Path(name).is_dir():
         inside = [str(path.parent) for path in sorted(Path(name).glob("*/plan.toml"))] or ["runs/ablation-norms"]
         raise UserError(f"{name} has no plan.toml; give the folder of one experiment, such as {inside[0]}.")

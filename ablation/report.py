@@ -43,7 +43,7 @@ def plan_in_words(study: Study, workers: int) -> str:
     limit = f"at most {study.plan.hours:g} hours in all, and Ctrl-C stops it until the same command resumes it"
     phases = Counter(run.phase.replace("rerun", "rerun (--rerun-seeds)") for run in study.remaining)
     counts = "; ".join(f"{count} {phase}" for phase, count in phases.items()) or "none"
-    arms = (arm.name if arm.baseline else f"{arm.name} (baseline)" for arm in study.plan.all_arms.values())
+    arms = (name if arm.baseline else f"{name} (baseline)" for name, arm in study.plan.all_arms.items())
     differing = f"; they differ in {' and '.join(study.plan.varied)}" if len(study.plan.varied) > 1 else ""
     if sum(arm.baseline is None for arm in study.plan.all_arms.values()) > 1:
         differing += ". An arm is compared with the baseline before it"

@@ -41,11 +41,12 @@ def train_run(plan: Plan, run: Run, torch_device: str, threads: int | None, work
         session = set_up(replace_settings(settings, {"device": torch_device}), Path(), resume=False)
     if run.perturbation:
         perturb(session.model, run.seed, run.perturbation)
-    row = make_row(session, run, settings_hash(settings), workers)
-    return dataclasses.replace(row, code_hash=code, all_seconds=time.perf_counter() - start)
+    row = make_row(session, run)
+    of_plan = {"settings_hash": settings_hash(settings), "code_hash": code, "workers": workers}
+    return dataclasses.replace(row, **of_plan, all_seconds=time.perf_counter() - start)
 
 
-def make_row(session: Session, run: Run, hash_of_settings: str, workers: int, *, train: bool = True) -> Row:
+def make_row(session: Session, run: Run, *, train: bool = True) -> Row:
     """The row of a session, which is trained to its end first; train: False only evaluates the model as it is."""
     curve = []
     try:
@@ -73,22 +74,19 @@ def make_row(session: Session, run: Run, hash_of_settings: str, workers: int, *,
         seconds=session.state.seconds,
         tokens=session.state.tokens,
         vocab_size=session.settings.model.vocab_size,
-        settings_hash=hash_of_settings,
         weights_hash=digest(itertools.chain.from_iterable(shared)),
         batches_hash=digest(ids),
         text_hash=session.corpus.text_hash,
         kernels=kernels.describe(session.device, compiled=session.settings.machine.compile),
         dtype=session.settings.machine.dtype,
-        workers=workers,
     )
 
 
 def first_windows(session: Session, tokens: int | None = None) -> Iterable[Batch]:
     """The first so many tokens of the validation set, at least a batch, or all of them."""
     data = session.settings.data
-    windows = session.corpus.validation_batches(data.sequence_length, data.micro_batch())
     count = None if tokens is None else max(1, tokens // (data.micro_batch() * data.sequence_length))
-    return itertools.islice(windows, count)
+    return itertools.islice(session.corpus.validation_batches(data.sequence_length, data.micro_batch()), count)
 
 
 @torch.no_grad()

@@ -147,8 +147,8 @@ class Study:
         base = self.plan.all_arms[baseline]
         losses = {}  # by steps
         source = "length"
-        for arm in self.plan.all_arms.values():
-            loss = self.mean_loss(arm.name, {arm.name: 1.0})
+        for name, arm in self.plan.all_arms.items():
+            loss = self.mean_loss(name, {name: 1.0})
             if loss is not None and arm.changes | {"steps": 0} == base.changes | {"steps": 0}:
                 losses[arm.value("steps")] = loss.estimate
         if len(losses) < 2 and self.loss_column == "loss":  # curves are in nats

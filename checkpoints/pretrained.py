@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,8 +97,8 @@ class Checkpoint:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the largest tensor."""
-        return self.common_dtype([max(self.tensors, key=lambda name: math.prod(self.tensors[name].shape))])
+        """The dtype of the embedding."""
+        return self.common_dtype(["model.embed_tokens.weight"])
 
     def common_dtype(self, names: Iterable[str]) -> torch.dtype:
         """The smallest dtype that holds the named tensors exactly."""

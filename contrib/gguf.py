@@ -5,7 +5,6 @@ if __name__ == "__main__":
 
     run_main("contrib.gguf")
 
-import os
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -34,5 +33,5 @@ def main(
     """
     from contrib.gguf_file import write_gguf  # --help does not need the package gguf
 
-    write_gguf(find_checkpoint(run), out, dtype, name=Path(os.path.abspath(run)).name)
+    write_gguf(find_checkpoint(run), out, dtype, name=Path(run).absolute().name)
     print(printable(f"written: {out}"))

@@ -42,7 +42,7 @@ def write_gguf(directory: Path, out: Path, dtype: str = "auto", *, name: str = "
     config = checkpoint.config
     architecture = choose_architecture(config)
     if dtype == "auto":
-        stored_dtype = str(checkpoint.common_dtype(["model.embed_tokens.weight"])).removeprefix("torch.")
+        stored_dtype = str(checkpoint.dtype).removeprefix("torch.")
         dtype = stored_dtype if stored_dtype in DTYPES else "float32"
     out.parent.mkdir(parents=True, exist_ok=True)
     with writing(out), tempfile.TemporaryDirectory(dir=out.parent) as folder:
@@ -119,7 +119,6 @@ def add_tensors(writer: GGUFWriter, tensors: dict[str, Tensor], dtype: str) -> N
 
 
 def add_model(writer: GGUFWriter, config: ModelConfig, name: str, dtype: str) -> None:
-    """Describe the model's shape, in llama.cpp's keys."""
     writer.add_name(name)
     writer.add_file_type(gguf.LlamaFileType["ALL_F32" if dtype == "float32" else f"MOSTLY_{DTYPES[dtype]}"])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)

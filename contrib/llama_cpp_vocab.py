@@ -45,10 +45,8 @@ def add_vocabulary(writer: GGUFWriter, tokenizer: Tokenizer, vocab_size: int) ->
         else:
             add_byte_level(writer, content)
     except ValueError as error:
-        raise UserError(
-            f"llama.cpp cannot give the ids of this model's tokenizer: {error}; "
-            f"only byte-level tokenizer.json files, and those of a tokenizer.model that is beside them, can be written."
-        ) from None
+        fix = "only byte-level tokenizer.json files, and those of a tokenizer.model beside them, can be written"
+        raise UserError(f"llama.cpp cannot give the ids of this model's tokenizer: {error}; {fix}.") from None
     writer.add_token_list(tokens)
     writer.add_token_types(types)
 

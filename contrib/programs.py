@@ -41,7 +41,6 @@ class Questions:
 
 
 def prenorm(place: str, questions: Questions) -> Answers:
-    """This program."""
     from checkpoints.pretrained import load_pretrained
     from data.chat import ChatFormat
     from data.tokenizer import BREAK, encode_prompt

@@ -67,11 +67,8 @@ def main(
     comparisons += [partial(programs.compare_elsewhere, python=executable) for executable in python]
     table = dict(compare(run, questions) for compare in comparisons)
     if other is not None:
-        if is_gguf:
-            comparisons = [ask_llama_cpp]
-        else:
-            comparisons.insert(0, partial(programs.compare, programs.prenorm))
-        for compare in comparisons:
+        asked = [ask_llama_cpp] if is_gguf else [partial(programs.compare, programs.prenorm), *comparisons]
+        for compare in asked:
             program, cells = compare(other, questions)
             table[f"{Path(other).name} in {program}"] = cells
     if not table:
@@ -89,7 +86,6 @@ def main(
 
 
 def make_questions(run: str) -> Questions:
-    """The questions about a model that is opened here."""
     checkpoint, tokenizer, _ = open_model(run)
     config = checkpoint.config
     context = config.max_position_embeddings

@@ -22,13 +22,13 @@ from tqdm import tqdm
 
 from data.batches import IGNORED, Batch, windows_by_epoch
 from data.chat import ChatFormat, Message, add_chat_template, plain_messages
-from data.readers import MESSAGES, ROW_FORMATS, parse_row, read_rows, unix_lines
+from data.readers import MESSAGES, ROW_FORMATS, read_rows, unix_lines
 from data.settings import DataSettings
 from data.sources import TextFile
 from data.split import VALIDATION, content_hash, split_documents
 from data.tokenizer import Tokenizer
 from errors import UserError, counted, note, reading
-from files import digest, replacing
+from files import digest, parse_object, replacing
 
 SHOWN_LINES = 20
 VERSION = 11  # raised when the same conversations and tokenizer would give other rows or remarks
@@ -100,7 +100,7 @@ def find_conversations(files: Sequence[TextFile]) -> str | None:
     for file in files:
         for _, row in read_rows(file):
             with contextlib.suppress(ValueError, RecursionError):
-                row = parse_row(row)
+                row = parse_object(row)
                 is_conversation = row.get(file.field) is None and any(key in row for key in MESSAGES)
                 name = file.format if file.format == "python-chat" else file.name
                 return name if is_conversation else None
@@ -171,7 +171,7 @@ def encode_conversations(
     rows = itertools.chain.from_iterable(map(read_rows, files))
     for place, row in tqdm(rows, "conversations", delay=2, unit="", disable=None):
         try:
-            conversation, remarks = encode_conversation(parse_row(row), chat, row_length)
+            conversation, remarks = encode_conversation(parse_object(row), chat, row_length)
         except (UserError, ValueError, RecursionError) as error:  # no row of this shape, or none for this template
             skipped = "rows skipped, as each must be one object with messages that the template supports"
             places[skipped].append(f"{place}: {error!s:.200}")

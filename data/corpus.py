@@ -110,12 +110,9 @@ def count_last_tokens(ids: np.ndarray, size: int, tokenizer: Tokenizer) -> int:
     return int(np.searchsorted(sizes[::-1].cumsum(), size, "right"))
 
 
-def hold_out_ends(
-    table: np.ndarray, is_train: np.ndarray, share: float, text: TokenStream, tokenizer: Tokenizer
-) -> np.ndarray:
-    """How many ids of each document are for training: all but, at the ends of those that are long, `share` in bytes."""
-    cuts = np.where(is_train, table["tokens"], 0).astype(np.int64)
-    [rows] = np.nonzero(is_train)
+def hold_out_ends(cuts: np.ndarray, table: np.ndarray, share: float, text: TokenStream, tokenizer: Tokenizer) -> None:
+    """Lower the ends of what is for training (`cuts`, ids of each document): of long documents, `share` in bytes."""
+    [rows] = np.nonzero(cuts)
     share_of_bytes = share / table["bytes"][rows].sum()
     owed = 0.0
     for row, end in zip(rows.tolist(), table["tokens"].cumsum()[rows].tolist(), strict=True):
@@ -124,7 +121,6 @@ def hold_out_ends(
             start = end - min(round(owed), cuts[row])
             cuts[row] -= min(cuts[row], max(2, count_last_tokens(text[start:end], round(owed), tokenizer)))
             owed = 0.0
-    return cuts
 
 
 def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokenizer, is_new: bool) -> Corpus:
@@ -144,7 +140,7 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
     validation_bytes = int(held_out.sum())
     sources = [counted(len(held_out), "document")] if len(held_out) else []
     if validation_bytes <= share / 5:
-        cuts = hold_out_ends(table, kinds == TRAIN, share, everything, tokenizer)
+        hold_out_ends(cuts, table, share, everything, tokenizer)
         ends = TokenStream(units, cuts, np.where(kinds == TRAIN, tokens, nothing))
         validation_bytes += len(tokenizer.decode(ends[:]).encode("utf-8"))
         sources.append(f"the ends of {counted(int(((cuts > 0) & (cuts < stops)).sum()), 'document')}")

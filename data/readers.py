@@ -34,7 +34,7 @@ def read_documents(file: TextFile) -> Iterator[Document]:
             yield [topics[name]]
     for place, row in read_rows(file):
         with reading(place, ROW):
-            text = text_of(parse_row(row), file.field)
+            text = text_of(parse_object(row), file.field)
         yield [text] if text else []
 
 
@@ -62,7 +62,7 @@ def read_blocks(path: Path) -> Iterator[str]:
 
 
 def read_rows(file: TextFile) -> Iterator[tuple[str, bytes | dict]]:
-    """The rows of a file, to pass to `parse_row`, each with its place for error messages. A text file has none."""
+    """The rows of a file, to pass to `parse_object`, each with its place for error messages. A text file has none."""
     if file.format in ROW_FORMATS:
         path = file.fetch()
         for row_number, row in enumerate(ROW_FORMATS[file.format](path, file.field), 1):
@@ -92,10 +92,6 @@ def read_parquet(path: Path, field: str) -> Iterator[dict]:
 ROW_FORMATS = {"jsonl": read_lines, "parquet": read_parquet, "python-chat": lambda path, _: questions_and_answers(path)}
 
 
-def parse_row(row: bytes | dict) -> dict:
-    return parse_object(row) if isinstance(row, bytes) else row
-
-
 def text_of(row: dict, field: str) -> str:
     if field in MESSAGES and field not in row:  # a text among conversations
         field = "text"
@@ -114,5 +110,5 @@ def text_of(row: dict, field: str) -> str:
 
 
 def unix_lines(text: str) -> str:
-    """The text with \\n for line ends of other systems, as prompts have it."""
+    """The text with \\n for line ends of other systems, as standard input has it."""
     return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -109,14 +109,14 @@ def encode_blocks(blocks: Iterable[tuple[int, str]], tokenizer: Tokenizer) -> It
 
 
 def group_by_size(items: Iterable, size_of: Callable[[Any], int], limit: int) -> Iterator[list]:
-    """Neighbours in groups of about the size `limit`: a group ends where the sum of all sizes passes a multiple."""
-    group, total = [], 0
+    """Neighbours in groups that end where their size reaches `limit`."""
+    group, size = [], 0
     for item in items:
         group.append(item)
-        before, total = total, total + size_of(item)
-        if before // limit < total // limit:
+        size += size_of(item)
+        if size >= limit:
             yield group
-            group = []
+            group, size = [], 0
     if group:
         yield group
 

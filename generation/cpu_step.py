@@ -160,14 +160,11 @@ def to_matrix(linear: Linear, dtype: torch.dtype) -> Matrix:
 def layer_weights(layer: Layer, keys: np.ndarray, values: np.ndarray, dtype: torch.dtype) -> LayerWeights:
     attention, mlp = layer.self_attn, layer.mlp
     before, after = layer.input_layernorm, layer.post_attention_layernorm
-    if attention.q_norm is None:
-        head_norms = np.empty((0, 2, keys.shape[-1]), np.float32)
-    else:
-        head_norms = np.stack([weight_and_bias(attention.q_norm.weight), weight_and_bias(attention.k_norm.weight)])
+    head_norms = [weight_and_bias(norm.weight) for norm in (attention.q_norm, attention.k_norm) if norm is not None]
     return LayerWeights(
         attention_norm=weight_and_bias(before.weight, before.bias),
         qkv=to_matrix(attention.qkv_proj, dtype),
-        head_norms=head_norms,
+        head_norms=np.array(head_norms, np.float32).reshape(-1, 2, keys.shape[-1]),
         o=to_matrix(attention.o_proj, dtype),
         mlp_norm=weight_and_bias(after.weight, after.bias),
         gate_up=to_matrix(mlp.gate_up_proj, dtype),

@@ -78,8 +78,7 @@ def quantize_matrices(decoder: Decoder) -> None:
 
     Absmax quantization (Dettmers et al. 2022, arXiv 2208.07339, section 2) of each row; inputs are not quantized.
     """
-    lookup = None if decoder.lm_head is None else decoder.embed_tokens  # an untied embedding multiplies nothing
-    linears = [module for module in decoder.modules() if isinstance(module, Linear) and module is not lookup]
+    linears = [module for module in decoder.layers.modules() if isinstance(module, Linear)] + [decoder.head]
     shapes, device = [linear.weight.shape for linear in linears], linears[0].weight.device
     all_values = allocate([(shape, torch.int8) for shape in shapes], device)
     all_scales = allocate([(shape[:1], torch.float32) for shape in shapes], device)

@@ -62,9 +62,9 @@ def train_models(plan: Plan, seed: int, device: str, folder: Path) -> list[Row]:
         elif start in QUARTERS:  # converted in the middle of that run: the rest of its steps
             load_moments(last, session.model, session.optimizer)
             session.state = dataclasses.replace(read_state(last), seconds=0.0)
-            rows.append(make_row(session, run, "", 1))
+            rows.append(make_row(session, run))
         else:  # converted at the end: as it is, or after the steps of the arm
-            row = make_row(session, run, "", 1, train="steps" in plan.all_arms[name].changes)
+            row = make_row(session, run, train="steps" in plan.all_arms[name].changes)
             rows.append(dataclasses.replace(row, batches_hash=""))
     return rows
 
@@ -75,7 +75,7 @@ def train_with_saves(session: Session, run: Run, quarters: list[str], folder: Pa
         end = QUARTERS[quarter] * session.steps // 4
         next(result for result in train_steps(session) if result.step == end)
         save(dataclasses.replace(session, run_dir=folder / quarter))
-    row = make_row(session, run, "", 1)
+    row = make_row(session, run)
     save(dataclasses.replace(session, run_dir=folder / run.arm))
     return row
 

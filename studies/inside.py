@@ -23,7 +23,7 @@ from checkpoints.pretrained import load_pretrained
 from data.tokenizer import load_tokenizer
 from errors import UserError, printable
 from model.inspect import Inspection, inspect
-from training.plot import COLOURS, panels, use_chinese_fonts
+from training.plot import COLOURS, panels
 
 LEGENDS = {
     "rms": "root mean square of what the norm reads",
@@ -50,13 +50,11 @@ def growth(rms: torch.Tensor, eps: float) -> Figure:
 
 def grid(inside: Inspection, tokens: list[str], show: str) -> Figure:
     """A cell for each norm (upwards) and token, coloured on a logarithmic scale."""
-    figure, [axes] = panels(1.6 + 0.22 * len(inside.norms))
-    figure.set_figwidth(max(6, 3 + 0.16 * len(tokens)))
+    figure, [axes] = panels(1.6 + 0.22 * len(inside.norms), width=max(6, 3 + 0.16 * len(tokens)), texts=tokens)
     shown = getattr(inside, show)
     low, high = shown.quantile(torch.tensor([0.05, 1])).tolist()  # single values near 0 would take most of the scale
     image = axes.imshow(shown.numpy(), norm="log", vmin=low, vmax=high, origin="lower", aspect="auto")
     axes.grid(False)
-    use_chinese_fonts(*tokens)
     family = ["monospace", *rcParams["font.family"]]
     axes.set_xticks(range(len(tokens)), tokens, rotation=90, family=family, fontsize=7, parse_math=False)
     axes.set_yticks(range(len(inside.norms)), inside.norms)

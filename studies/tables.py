@@ -72,8 +72,7 @@ def length_rows(*names: str) -> list[dict]:
         length = f"[{tokens / num_parameters(settings.model):.1f}](studies/{study.plan.name}/report.md)"
         row = {"tokens for each parameter": length, "rate": f"{rate:g}", "pairs": comparison.effect.n}
         scatter = reruns.spread["root mean square difference"]["layer", rate, 1e-6]
-        row |= {"RMSNorm minus LayerNorm": shown(comparison.effect), "reruns differ by": f"{scatter:.4f}"}
-        rows.append(row)
+        rows.append(row | {"RMSNorm minus LayerNorm": shown(comparison.effect), "reruns differ by": f"{scatter:.4f}"})
     return rows
 
 

@@ -19,7 +19,7 @@ def test_a_grid_has_every_combination_and_compares_the_first_setting_at_equal_ot
     arms = Plan(vary=GRID).all_arms
     baselines = {"rms, no qk_norm": "layer, no qk_norm", "rms, qk_norm": "layer, qk_norm"}
     expected = {"layer, no qk_norm": None, "layer, qk_norm": None} | baselines
-    assert {arm.name: arm.baseline for arm in arms.values()} == expected
+    assert {name: arm.baseline for name, arm in arms.items()} == expected
     assert arms["rms, qk_norm"].changes == {"norm": "rms", "qk_norm": True}
 
 
@@ -98,7 +98,7 @@ def test_the_command_line_makes_plans():
     assert pair.arms == {"default": {}, "weight_decay=0.5 qk_norm=true": {"weight_decay": 0.5, "qk_norm": True}}
     words = "--vary data=my|texts --vary norm=layer,rms --vary hidden_size=64".split()
     own = ablate.parse([word.replace("|", " ") for word in words]).plan
-    assert {arm.name: arm.baseline for arm in own.all_arms.values()} == {"layer": None, "rms": "layer"}
+    assert {name: arm.baseline for name, arm in own.all_arms.items()} == {"layer": None, "rms": "layer"}
     assert own.vary["data"] == [("my texts",)] and ablate.assignments("data='my texts' norm=rms")["data"] == "my texts"
     quick = ablate.parse(["placement", "--quick"]).plan
     assert (quick.seeds, quick.steps, quick.learning_rates) == (3, 300, (5e-4,))
