@@ -34,7 +34,6 @@ train --epochs 3 -> --epochs is not a setting: training is measured in --steps
 train --sequence-length 4096 -> --sequence-length 4096 is above --max-position-embeddings 512
 train --first-sequence-length 100 -> --first-sequence-length 100 is not --sequence-length 512 divided by
 train --beta1 1.0 -> beta1 is 1.0: it must be below 1
-train --clip inf -> clip is inf: it must be below 1e\+18
 train --out= -> out is '': Expected `str` of length >= 1
 train --init-from RUN --freeze norms -> --freeze norms matches no parameter; the names are embed_tokens.weight,
 train --norm batch --activation-checkpointing -> --norm batch .*leave out --activation-checkpointing
@@ -70,11 +69,9 @@ train --freeze --norm rms -> --freeze needs a value
 train --init-from= --steps 5 -> --init-from needs a value
 train ——norm rms -> ——norm begins with another dash; write two hyphens: --norm
 train —no-norm-bias -> —no-norm-bias begins with another dash; write two hyphens: --no-norm-bias
-train —-norm rms -> —-norm begins with another dash; write two hyphens: --norm
 generate RUN —hola --stop —end —seed 2 -> —seed begins with another dash; write two hyphens: --seed
 generate RUN def --stop= -> --stop needs a text
 generate RUN --max-new-tokens 十 -> --max-new-tokens is '十', no number; see --help
-train --learning-rate fast -> .*--learning-rate is 'fast', no number; see --help
 train RUN --data x -> .*RUN is no flag; write --init-from \(or --resume\) .*RUN
 train --eval-only --init-from RUN --data x --norm layer -> --eval-only takes the model as it is; leave out --norm
 generate RUN --prompt a --device cuda:99 -> --device cuda:99 cannot be used here
@@ -82,7 +79,6 @@ generate RUN --merge NEW -> --merge: .* is no adapter
 generate RUN --prompt a --adapter RUN -> .*RUN is no adapter, as it has no adapter_config.json
 ablate --a norm=rms -> --b is missing; --a "" is the config as it is
 ablate judge --campaign nowhere -> --campaign judges an idea at a time: give it as --b
-ablate judge --pairs x.csv --dry-run -> --pairs has the losses of a and b; of other flags it takes
 ablate judge --pairs x.csv --margin 0.1 -> --pairs has the losses of a and b; of other flags it takes
 ablate --vary norm=rms -> a comparison needs two arms or more
 ablate --seed 5 -> Unrecognized options: --seed, 5; see --help. Did you mean --first-seed\?
@@ -101,7 +97,6 @@ train --norm RMS -> norm is 'RMS': it must be one of .*rms, .* Did you mean rms\
 generate RUN --prompt a --temprature 1 -> Unrecognized options: .* Did you mean --temperature\?
 ablate --norm layer -> norm is a setting of train.py; --vary norm=VALUE sets it in all runs, --vary
 ablate --vary lora=none,8 --steps 3 -> LoRA needs init_from=MODEL\.$
-ablate --vary norm=layer,rms --vary data=nothere -> no file, folder or known text is called "nothere"
 ablate judge --a norm=layer --b norm=rms --quick -> --quick is not for judge
 ablate judge -> judge needs --b "SETTING=VALUE" and, without --campaign, --a
 ablate --lr 1e-3 --learning-rates 2e-3 -> --learning-rates is given twice; give it once

@@ -52,10 +52,8 @@ def judge(config, tmp_path, monkeypatch, row, start_of) -> Callable:
 
     def run(*flags: str, loss: Callable, status: int = 0) -> list[dict]:
         def start(experiment, run, device):
-            more = {
-                "device": experiment.workers.device,
-                "settings_hash": settings_hash(run_settings(experiment.plan, run)),
-            }
+            of_run = settings_hash(run_settings(experiment.plan, run))
+            more = {"device": experiment.workers.device, "settings_hash": of_run}
             return start_of(lambda run, device: row(run, loss(run), **more))(experiment, run, device)
 
         monkeypatch.setattr(execute, "start_process", start)

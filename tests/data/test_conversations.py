@@ -223,10 +223,7 @@ def test_what_is_unusual_is_one_line_with_a_count_and_the_first_place(tokenizer_
         f"rows in which nothing uses the keys system: 1 (the first: {path}, row 21)",
     ])  # fmt: skip
     texts = packed(corpus.train, corpus.tokenizer) + packed(corpus.validation, corpus.tokenizer)
-    assert re.match(
-        "10 conversations, .*\n.* on 9 conversations, .*\n.* for validation 1 conversation, .* in 1 row$",
-        corpus.description,
-    )
+    assert re.match("10 .*\n.* train on 9 .*\n.* for validation 1 conversation, .* in 1 row$", corpus.description)
     assert len(texts) == 10 and ("<s><|user|>q<|end|><|assistant|>short<|end|>", "short") in texts
 
 
