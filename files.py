@@ -29,7 +29,6 @@ def parse_object(text: bytes | dict) -> dict:
 
 
 def read_toml(path: Path) -> dict:
-    """The tables and keys of a TOML file."""
     with reading(path, "correct it, or give another file"):
         return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # which may begin with a byte order mark
 
@@ -63,7 +62,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text file atomically, see `replacing`."""
     with replacing(path) as file:
         file.write(text.encode("utf-8"))
 

@@ -84,7 +84,6 @@ ORIGINAL_CONTEXT = "original_max_position_embeddings"
 
 
 def choose_model_type(config: ModelConfig) -> str:
-    """The model_type that a model is written as."""
     rms_with_bias = config.norm == "rms" and config.has_norm_bias
     only_o_proj_bias = config.attention_output_bias and not config.attention_bias
     if rms_with_bias or only_o_proj_bias or not config.is_plain:

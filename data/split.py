@@ -15,7 +15,6 @@ DOCUMENT = np.dtype([("hash", "<u8"), ("bytes", "<u8"), ("tokens", "<u8")])  # a
 
 
 def content_hash(text: str) -> int:
-    """The hash of a document."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest(), "little")
 
 

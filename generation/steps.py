@@ -64,8 +64,6 @@ def decode_step(
 
 
 class DecoderStep:
-    """A step of the decoder itself."""
-
     def __init__(self, decoder: Decoder, cache: KeyValueCache):
         self.decoder, self.cache = decoder, cache
 
