@@ -58,7 +58,7 @@ class CompareFlags:
     b: Annotated[str | None, optional('"S=V ..."')] = None  # All settings of what is compared with it: --a adds none
     config: Annotated[str | None, tyro.conf.arg(metavar="STR")] = None
     """What the arms share: a TOML file, or a name in configs/"""
-    quick: bool = False  # Three pairs of 300 steps at one learning rate: only large differences show
+    quick: bool = False  # Three pairs of 300 steps at one learning rate: only large differences show; not for judge
     out: Annotated[Path | None, optional("FOLDER")] = None
     """Folder of the results (default: runs/ablation-NAME, or one in that of judge --campaign)"""
     device: str = "auto"  # auto (all GPUs, else MPS, else the cores of the CPU) or a torch device
@@ -102,8 +102,8 @@ def judge_plan(command: JudgeFlags) -> Plan:
         raise UserError('--campaign judges an idea at a time: give it as --b "SETTING=VALUE", or as --pairs FILE.')
     if command.campaign and command.out:
         raise UserError("the results of an idea are in the folder of --campaign; leave out --out.")
-    of_pairs = {name: getattr(command, name) for name in ("pairs", "campaign", "fdr", "adopt")}
-    if command.pairs and command != JudgeFlags(**of_pairs):
+    pairs_flags = {name: getattr(command, name) for name in ("pairs", "campaign", "fdr", "adopt")}
+    if command.pairs and command != JudgeFlags(**pairs_flags):
         raise UserError("--pairs has the losses of a and b; of other flags it takes --campaign, --fdr and --adopt.")
     if command.campaign and command.b is not None:
         from ablation.judge import load_campaign  # imports matplotlib
@@ -157,10 +157,11 @@ def starting_plan(command: CompareFlags) -> Plan:
     for text in command.varied:
         if "=" not in text:
             raise UserError(f"--vary {text} has no values; write --vary {text}=V,V.")
-        values = [word for word in command.plan_files if not plan_path(word) and not Path(word).exists()]
-        if values:
-            joined = ",".join([text.rstrip(","), *values])
-            raise UserError(f"{values[0]} is no plan; join values by commas: --vary {joined}")
+    values = [word for word in command.plan_files if not plan_path(word) and not Path(word).exists()]
+    if values and command.varied:
+        text = next((text for text in command.varied if text.endswith(",")), command.varied[-1])
+        joined = ",".join([text.rstrip(","), *values])
+        raise UserError(f"{values[0]} is no plan; join values by commas: --vary {joined}")
     plan_file, *others = command.plan_files or (None,)
     plan = load_plan(find_plan(plan_file)) if plan_file else None
     if others:
@@ -207,7 +208,8 @@ def assignments(text: str) -> dict[str, str]:
             raise UserError(f"{name}={value}: a space separates settings (--vary again for each), a comma values.")
         if name in values:
             raise UserError(f"{name} is given twice; --vary takes all values of a setting at once: {name}=V,V,V.")
-        values[name] = re.sub(r"""^(['"])(.*)\1$""", r"\2", value)  # quotes around a path with spaces
+        value = value.replace("\\ ", " ")  # as shells have a space in a path, or quotes around it
+        values[name] = re.sub(r"""^(['"])(.*)\1$""", r"\2", value)
     return values
 
 
@@ -265,9 +267,9 @@ def judge_idea(command: JudgeFlags) -> int:
 
         with lock(folder, command):
             experiment = execute.open_experiment(plan, folder, command.device, command.jobs, command.ray)
+            looks = ", ".join(map(str, judge.pairs_of_looks(plan.seeds)))
+            print(f"at most: a verdict after {looks} pairs ends it", flush=True)
             if command.dry_run:
-                looks = ", ".join(map(str, judge.pairs_of_looks(plan.seeds)))
-                print(f"at most: a verdict after {looks} pairs ends it")
                 execute.estimate_runs(experiment, command.device)
                 return 0
             judgement = execute.judge(experiment, level)
@@ -279,8 +281,8 @@ def judge_idea(command: JudgeFlags) -> int:
 def main() -> int:
     fit_stdout(printable)  # also what others wrote
     subcommand = sys.argv[1] if len(sys.argv) > 1 else ""
-    if subcommand == "report" and "--margin" in " ".join(sys.argv):
-        raise UserError("the command of a comparison, again with another --margin, writes its report anew; give that.")
+    if subcommand == "report" and any(word.startswith("--margin") for word in sys.argv):
+        raise UserError("report takes no --margin; give the command of the comparison again with another --margin.")
     if subcommand == "report":
         return call_with_flags(write_report, args=sys.argv[2:], prog="ablate.py report")
     try:

@@ -84,6 +84,7 @@ def exit_on_user_error() -> Iterator[None]:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(encoding="utf-8", errors="replace")
     signal.signal(signal.SIGINT, interrupt)
+    os.environ["MPLBACKEND"] = "agg"  # figures are only saved, and a backend that is not there would fail
     show_traceback = "--traceback" in sys.argv
     if show_traceback:
         sys.argv.remove("--traceback")

@@ -98,7 +98,7 @@ def parse_flags(kind: Callable, **options: object) -> Any:
         fit_stdout()
         return tyro.cli(kind, **options)
     box = io.StringIO()
-    environment = {**os.environ}
+    columns = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "1000000"  # so that no word is broken in the box
     try:
         with contextlib.redirect_stderr(box):
@@ -107,7 +107,8 @@ def parse_flags(kind: Callable, **options: object) -> Any:
         raise UserError(explain_box(box.getvalue())) from None
     finally:
         del os.environ["COLUMNS"]
-        os.environ.update(environment)
+        if columns is not None:
+            os.environ["COLUMNS"] = columns
 
 
 def explain_box(box: str) -> str:

@@ -1,9 +1,7 @@
 """Lines on a terminal: those that are wider than it end between words, but not inside a command, which people copy."""
 
 import re
-import shutil
 import sys
-import textwrap
 from collections.abc import Callable
 from typing import TextIO
 
@@ -16,6 +14,9 @@ def fit_terminal(text: str, stream: TextIO) -> str:
     """The text, for a terminal with its long lines broken."""
     if not stream.isatty():
         return text
+    import shutil  # imported here, as before `exit_on_user_error` Ctrl-C in an import is a traceback
+    import textwrap
+
     options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
     columns, lines = shutil.get_terminal_size().columns, text.split("\n")
     for i, line in enumerate(lines):

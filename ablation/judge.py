@@ -136,7 +136,7 @@ class Campaign:
     def check_new(self, baseline: str, idea: str) -> None:
         """`UserError` if an idea has a verdict, or is the baseline."""
         if idea == baseline:
-            raise UserError(f"{idea} is the baseline of {self.folder}; give --b a change of it.")
+            raise UserError(f"{idea} is the baseline; give --b a change of it.")
         if any((line.idea, line.baseline) == (idea, baseline) for line in self.ledger):
             raise UserError(f"{idea} has a verdict: {self.folder / 'report.md'}")
 

@@ -67,7 +67,7 @@ def as_settings(message: str) -> str:
             return flag[0]
         return name if flag[2] is None else f"{name}="
 
-    return re.sub("--([a-z0-9-]+)( (?=[A-Z0-9]))?", setting, message)
+    return message if "python train.py" in message else re.sub("--([a-z0-9-]+)(=| (?=[A-Z0-9]))?", setting, message)
 
 
 @functools.cache

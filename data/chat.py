@@ -73,16 +73,21 @@ def plain_message(message: dict) -> Message:
     return plain
 
 
+def has_roles(tokenizer: Tokenizer) -> bool:
+    """Whether it has the tokens for roles of tokenizers that are trained here."""
+    return {*TURNS} <= {token.content for token in tokenizer.added_tokens.values()}
+
+
 def add_chat_template(tokenizer: Tokenizer) -> Tokenizer:
     """The tokenizer, with `CHAT_TEMPLATE` if it has tokens for roles and no template, as those trained here."""
-    ids = {token.content: i for i, token in tokenizer.added_tokens.items()}
-    if tokenizer.chat_template is not None or not ids.keys() >= {*TURNS}:
+    if tokenizer.chat_template is not None or not has_roles(tokenizer):
         return tokenizer
     # For other programs: special tokens are tokens where the template writes them, and <|end|> ends a text, too.
     config = tokenizer.config | {"chat_template": CHAT_TEMPLATE, "split_special_tokens": False}
     saved = tokenizer.fields("generation_config.json").items()  # its sampling is for texts, not for answers
     generation_config = {key: value for key, value in saved if key.endswith("token_id")}
-    generation_config["eos_token_id"] = [tokenizer.eos_id, ids["<|end|>"]]
+    [end] = [i for i, token in tokenizer.added_tokens.items() if token.content == "<|end|>"]
+    generation_config["eos_token_id"] = [tokenizer.eos_id, end]
     changed = {"tokenizer_config.json": config, "generation_config.json": generation_config}
     files = {name: json.dumps(fields, indent=2).encode() for name, fields in changed.items()}
     return Tokenizer(tokenizer.files | files, tokenizer.folder)
@@ -94,7 +99,7 @@ class ChatFormat:
     def __init__(self, tokenizer: Tokenizer, system: str | None = None):
         if tokenizer.chat_template is None:
             fix = "put the chat_template.jinja of its Instruct model into its folder, or use a model that chats"
-            if {token.content for token in tokenizer.added_tokens.values()} >= {*TURNS}:
+            if has_roles(tokenizer):
                 command = f"python train.py --init-from {shlex.quote(str(tokenizer.folder))} --data python-chat"
                 fix = f"teach it to talk, by a chat.jsonl or, in English, python-chat: {command} --learning-rate 1e-3"
             raise UserError(f"{tokenizer.folder} has no chat template, so it only continues text; {fix}")

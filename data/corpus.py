@@ -20,7 +20,7 @@ from data.train_tokenizer import trained_tokenizer
 from errors import UserError, counted
 
 LONG_TOKENS = 10  # bytes of a token, on average
-SHORTEST_END = 500  # bytes at the end of a document that are held out together
+SHORTEST_END = 500  # bytes: a shorter end of a document is not held out
 
 
 class TooLittleText(UserError):
@@ -111,13 +111,14 @@ def count_last_tokens(ids: np.ndarray, size: int, tokenizer: Tokenizer) -> int:
 
 
 def hold_out_ends(cuts: np.ndarray, table: np.ndarray, share: float, text: TokenStream, tokenizer: Tokenizer) -> None:
-    """Lower the ends of what is for training (`cuts`, ids of each document): of long documents, `share` in bytes."""
+    """Hold out the ends of long documents, `share` bytes in all: lower `cuts`, the ids of each for training."""
     [rows] = np.nonzero(cuts)
+    rows = rows[np.argsort(table["bytes"][rows], kind="stable")]  # short ones leave theirs to longer ones
     share_of_bytes = share / table["bytes"][rows].sum()
     owed = 0.0
     for row, end in zip(rows.tolist(), table["tokens"].cumsum()[rows].tolist(), strict=True):
         owed += share_of_bytes * table["bytes"][row]
-        if owed >= SHORTEST_END or row == rows[-1]:
+        if SHORTEST_END <= owed <= table["bytes"][row] / 2 or row == rows[-1]:
             start = end - min(round(owed), cuts[row])
             cuts[row] -= min(cuts[row], max(2, count_last_tokens(text[start:end], round(owed), tokenizer)))
             owed = 0.0
@@ -133,18 +134,21 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
     share = min(settings.validation_fraction * size, MAX_VALIDATION)
     tokens = table["tokens"].astype(np.int64)
     nothing = np.zeros_like(tokens)
-    everything = TokenStream(units, nothing, tokens)
+    everything = TokenStream(units, (nothing, tokens))
     stops = np.where(kinds == DUPLICATE, nothing, tokens)
     cuts = np.where(kinds == TRAIN, tokens, nothing)  # up to here a document is for training, and then for validation
     held_out = table["bytes"][kinds == VALIDATION]
     validation_bytes = int(held_out.sum())
     sources = [counted(len(held_out), "document")] if len(held_out) else []
     if validation_bytes <= share / 5:
-        hold_out_ends(cuts, table, share, everything, tokenizer)
-        ends = TokenStream(units, cuts, np.where(kinds == TRAIN, tokens, nothing))
+        hold_out_ends(cuts, table, share - validation_bytes, everything, tokenizer)
+        is_cut = (kinds == TRAIN) & (cuts < tokens)
+        ends = TokenStream(units, (cuts, np.where(is_cut, tokens, cuts)))
         validation_bytes += len(tokenizer.decode(ends[:]).encode("utf-8"))
-        sources.append(f"the ends of {counted(int(((cuts > 0) & (cuts < stops)).sum()), 'document')}")
-    train, validation = TokenStream(units, nothing, cuts), TokenStream(units, cuts, stops)[:]
+        sources.append(f"the ends of {counted(int(is_cut.sum()), 'document')}")
+    eos = np.where((cuts > 0) & (cuts < tokens), tokens - 1, tokens)  # of a document that is cut, also for training
+    train = TokenStream(units, (nothing, cuts), (eos, tokens))
+    validation = TokenStream(units, (cuts, stops))[:]
     text_hash = hashlib.blake2b(documents["hash"].tobytes(), digest_size=16).hexdigest()
     dropped = counted(len(table) - len(documents), "duplicate")
     of_train = f"{(size - validation_bytes) / max(1, len(train)):.2f} bytes per token"

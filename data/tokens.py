@@ -143,23 +143,23 @@ def prepare_units(files: Sequence[TextFile], tokenizer: Tokenizer, folder: Path)
 class TokenStream:
     """The ids of documents, end to end, read when they are asked for."""
 
-    def __init__(self, units: Sequence[Unit], starts: np.ndarray, stops: np.ndarray):
-        """starts, stops: which ids of a document are in the stream, for each row of the units' tables."""
+    def __init__(self, units: Sequence[Unit], *parts: tuple[np.ndarray, np.ndarray]):
+        """parts: which ids of a document are in the stream, from where to where, for each row of the units' tables."""
         self._dtype = units[0].tokenizer.dtype
         self._spans = []  # of ids that are neighbours in a file: the file, and where they begin in it
         self._starts = [0]  # where each span begins in the stream; the last is where the stream ends
-        parts = zip(starts.tolist(), stops.tolist(), strict=True)
+        rows = zip(*(zip(starts.tolist(), stops.tolist(), strict=True) for starts, stops in parts), strict=True)
         for unit in units:
             document = 0  # where it begins in the file
             end_of_span = None
             for tokens in unit.table["tokens"].tolist():
-                start, stop = next(parts)
-                if start < stop:
-                    if document + start != end_of_span:
-                        self._spans.append((unit.path, document + start))
-                        self._starts.append(self._starts[-1])
-                    self._starts[-1] += stop - start
-                    end_of_span = document + stop
+                for start, stop in next(rows):
+                    if start < stop:
+                        if document + start != end_of_span:
+                            self._spans.append((unit.path, document + start))
+                            self._starts.append(self._starts[-1])
+                        self._starts[-1] += stop - start
+                        end_of_span = document + stop
                 document += tokens
 
     def __len__(self) -> int:

@@ -34,7 +34,7 @@ class NewToken(NamedTuple):
 class PrefixCache:
     """Tokens of the last call of `generate`, in order, whose keys and values are in its cache.
 
-    The next call computes only what is new, if this one was interrupted, too. Give it to every call with a decoder, as
+    The next call computes only what is new, also after an interrupt. Give it to every call with a decoder, as
     their caches may be the same memory; a call with several prompts empties it.
     """
 

@@ -4,6 +4,7 @@
 import os
 import tempfile
 
+import torch
 import triton
 
 from kernels.activation import swiglu, swiglu_mlp
@@ -12,6 +13,7 @@ from kernels.norm import normalize
 from kernels.reference import attention, linear  # torch's kernels for them (FlashAttention, cuDNN, cuBLAS) are fast
 from kernels.rope import rotary
 
-if "TRITON_CACHE_DIR" not in os.environ and not os.access(triton.knobs.cache.home_dir, os.W_OK):
-    os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()  # without a cache, Triton cannot compile
+has_cache = "TRITON_CACHE_DIR" in os.environ or os.access(triton.knobs.cache.home_dir, os.W_OK)
+if torch.cuda.is_available() and not has_cache:
+    os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()  # without one, Triton cannot compile
 INTERPRETED = triton.knobs.runtime.interpret  # read when the kernels above were decorated

@@ -24,7 +24,7 @@ PROGRAMS |= {"serve": lambda: call_with_flags(serve.main), "plot": lambda: call_
 MISTAKES = r"""
 train --data nothere -> no file, folder or known text is called "nothere"; give --data a path
 train --data BAD/small.txt --data BAD/chat.jsonl -> --data is given twice; give it once, with all its values
-train --data BAD/small.txt -> the text has 1 tokens to train on, but one batch .* needs 4,096; give more text, or
+train --data BAD/small.txt -> the text has 2 tokens to train on, but one batch .* needs 4,096; give more text, or
 train --data BAD/chat.jsonl -> .*chat.jsonl has conversations; to learn them give --init-from MODEL
 train --init-from RUN --data BAD/chat.jsonl -> the files have 1 different conversation, too few to learn from; give more
 train --data BAD/broken.jsonl -> .*broken.jsonl, row 1 .*
@@ -46,7 +46,7 @@ train --init-from BAD/gguf/model.gguf -> .*model.gguf has GGUF weights, which ca
 generate BAD/adapter --prompt a -> .*nothere does not exist; .*: python generate.py MODEL --adapter .*adapter
 train --init-from BAD/adapter -> .*adapter is an adapter; make it a model: python generate.py '.*adapter' --merge NEW
 train --init-from RUN --lora 4 --norm layer -> --lora leaves the model as it is; leave out --norm and other flags
-train --init-from RUN --lora 4 --optimizer muon -> LoRA needs --optimizer adamw\.
+train --init-from RUN --lora 4 --optimizer muon -> LoRA needs --optimizer=adamw\.
 train --init-from BAD/lfs -> .*lfs/model.safetensors .*git lfs pull
 train --data BAD/small.txt --device toaster -> --device toaster cannot be used here
 train --lora 8 -> LoRA needs --init-from MODEL\.$

@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from checkpoints.find import is_complete, save_paths
 from checkpoints.pretrained import save_pretrained, save_tensors, write_json
 from checkpoints.weights import find_weight_files
+from data.chat import has_roles
 from data.tokenizer import Tokenizer
 from errors import UserError, reading
 from files import fsync, replace_text
@@ -74,8 +75,8 @@ def publish_save(last: Path, state: State, tokenizer: Tokenizer, *, is_best: boo
     _, new, _ = save_paths(last)
     tokenizer.save(new)
     generation = tokenizer.fields("generation_config.json")
-    is_model = (new / "config.json").is_file()  # for an adapter, PEFT reads the sampling of its model
-    if is_model and not {"do_sample", "temperature"} & generation.keys():
+    is_model = (new / "config.json").is_file()  # an adapter keeps the sampling of its model, if that was not made here
+    if (is_model or has_roles(tokenizer)) and not {"do_sample", "temperature"} & generation.keys():
         bos = {} if tokenizer.bos_id is None else {"bos_token_id": tokenizer.bos_id}
         sampling = {"do_sample": True} | vars(small_model_sampling(chat=tokenizer.chat_template is not None))
         write_json(new / "generation_config.json", bos | {"eos_token_id": tokenizer.eos_id} | generation | sampling)

@@ -81,7 +81,7 @@ def main(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path | None = None) 
     for run in runs:
         if not (run / metrics.NAME).is_file():
             raise UserError(f"{run} has no {metrics.NAME}; give the folder of a run, such as runs/tiny-rms.")
-    if len({read_json(run / "last" / "state.json").get("text_hash") for run in runs}) > 1:
+    if len({read_json(run / "last" / "state.json").get("text_hash") for run in runs} - {None}) > 1:
         note("the runs have different texts, whose losses cannot be compared")
     path = out or runs[0] / "loss.png"
     if path.suffix not in (".png", ".svg", ".pdf"):

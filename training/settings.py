@@ -124,7 +124,7 @@ class Settings:
             raise UserError("--data needs a file, a folder or another text.")
         if run.lora or run.lora_alpha:
             needs = {"--lora RANK": run.lora, "--init-from MODEL": run.init_from, "no --freeze": not run.freeze}
-            needs["--optimizer adamw"] = self.optimizer.optimizer == "adamw"
+            needs["--optimizer=adamw"] = self.optimizer.optimizer == "adamw"
             for flag, is_given in needs.items():
                 if not is_given:
                     raise UserError(f"LoRA needs {flag}.")

@@ -163,7 +163,7 @@ def test_a_stream_is_the_chosen_documents_end_to_end(tmp_path_factory, data):
             stops.append(min(tokens, stop))
             expected += ids[start : stops[-1]].tolist()
             ids = ids[tokens:]
-    stream = TokenStream(units, np.array(starts), np.array(stops))
+    stream = TokenStream(units, (np.array(starts), np.array(stops)))
     assert len(stream) == len(expected) and stream[:].tolist() == expected
     start, stop = data.draw(st.integers(0, len(expected) + 1)), data.draw(st.integers(0, len(expected) + 3))
     assert stream[start:stop].tolist() == expected[start:stop]

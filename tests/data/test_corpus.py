@@ -227,7 +227,7 @@ def test_a_text_of_one_document_is_validated_on_its_end_whatever_the_tokenizer(t
     corpus = prepared(tmp_path, validation_fraction=0.05)
     assert "the ends of 1 document," in corpus.description
     train, validation = corpus.train[:].tolist(), corpus.validation.tolist()
-    assert train + validation == [corpus.tokenizer.bos_id, *corpus.tokenizer.encode(text), corpus.tokenizer.eos_id]
+    assert train[:-1] + validation == [corpus.tokenizer.bos_id, *corpus.tokenizer.encode(text), corpus.tokenizer.eos_id]
     assert corpus.validation_bytes == len(corpus.tokenizer.decode(validation).encode())
     sizes = [corpus.validation_bytes]
     for tokenizer, vocab_size in ((None, 300), (qwen_folder, 151_665), (shared / "stories260K" / "tok512.model", 512)):
@@ -237,18 +237,18 @@ def test_a_text_of_one_document_is_validated_on_its_end_whatever_the_tokenizer(t
 
 def test_the_ends_of_a_few_long_documents_are_held_out_also_beside_short_ones(tmp_path):
     (tmp_path / "text").mkdir()
-    for name, lines in (("a", 2000), ("b", 20), ("c", 3000)):
+    for name, lines in (("a", 2000), ("c", 3000), ("d", 20)):
         text = "".join(f"{name} line {n} of {n * n}\n" for n in range(lines))
         (tmp_path / "text" / f"{name}.txt").write_text(text, encoding="utf-8", newline="")
     corpus = prepared(tmp_path, validation_fraction=0.05)
     held_out = corpus.tokenizer.decode(corpus.validation)
-    assert "the ends of 2 documents" in corpus.description and "c line 2999 of" in held_out and "b " not in held_out
+    assert "the ends of 2 documents" in corpus.description and "c line 2999 of" in held_out and "d " not in held_out
     assert 90 <= held_out.count("a line") <= 100 and 135 <= held_out.count("c line") <= 150
     rows = "".join(f'{{"text": "row {n}"}}\n' for n in range(300))
     (tmp_path / "text" / "rows.jsonl").write_text(rows, encoding="utf-8")
     corpus = prepared(tmp_path, validation_fraction=0.05)
     assert " documents, the ends of 2 documents, " in corpus.description
-    assert len(corpus.everything) == len(corpus.train) + len(corpus.validation)
+    assert documents_of(corpus.train, corpus.tokenizer)[1].startswith("c line 0 of")  # each ends with EOS
     assert 0.04 * corpus.everything_bytes < corpus.validation_bytes < 0.06 * corpus.everything_bytes
 
 
@@ -260,10 +260,11 @@ def test_a_text_too_small_for_the_vocabulary_gets_a_smaller_one_and_one_without_
     (tmp_path / "new.txt").write_text("too little to learn four thousand pieces from 文\n" * 99, encoding="utf-8")
     new = prepare(DataSettings(data=(str(tmp_path / "new.txt"),), cache=str(tmp_path)), tmp_path)
     assert "% of the tokens are first bytes of characters that the tokenizer lacks" in new.advice[0]
-    phrases = random.Random(1).choices(["在城南的竹林深处听雨，", "念一封没有寄出的信，", "把旧书店的灯点亮，"], k=2000)
-    (tmp_path / "phrases.txt").write_text("".join(phrases), encoding="utf-8")
+    phrases = random.Random(1).choices(["在城南的竹林深处听雨", "念一封没有寄出的信", "把旧书店的灯点亮"], k=2000)
+    (tmp_path / "phrases.txt").write_text("".join(phrases) + "把灯，" * 99, encoding="utf-8")
     corpus = prepare(DataSettings(data=(str(tmp_path / "phrases.txt"),), cache=str(tmp_path)), vocab_size=1000)
     assert corpus.advice[0].startswith("note: tokens are whole phrases")
+    assert [piece for piece in corpus.tokenizer.vocabulary if "，" in piece] == ["，"]
     (tmp_path / "empty.txt").touch()
     with pytest.raises(UserError, match="there is no text in the files"):
         prepare(DataSettings(data=(str(tmp_path / "empty.txt"),), cache=str(tmp_path)))
