@@ -60,14 +60,12 @@ def label(name: str, value: object) -> str:
 
 def as_settings(message: str) -> str:
     """A message of train.py with its flags as settings of arms: sequence_length=64 for --sequence-length 64."""
-
-    def setting(flag: re.Match) -> str:
-        name = flag[1].replace("-", "_")
-        if name not in TYPES or name in ("steps", "learning_rate"):  # a comparison has these flags, too
-            return flag[0]
-        return name if flag[2] is None else f"{name}="
-
-    return message if "python train.py" in message else re.sub("--([a-z0-9-]+)(=| (?=[A-Z0-9]))?", setting, message)
+    if "python train.py" in message:
+        return message
+    for name in TYPES.keys() - {"steps", "learning_rate"}:  # a comparison has these flags, too
+        flag = rf"--{name.replace('_', '-')}\b(?!-)"
+        message = re.sub(flag, name, re.sub(f"{flag}(=| (?=[A-Z0-9]))", f"{name}=", message))
+    return message
 
 
 @functools.cache

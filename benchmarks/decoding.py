@@ -29,7 +29,7 @@ from benchmarks import timing
 from checkpoints.families import to_json
 from checkpoints.pretrained import save_pretrained
 from errors import UserError
-from flags import PositiveInt, convert
+from flags import convert
 from generation.generate import generate
 from generation.settings import Sampling
 from generation.steps import MAX_CPU_SEQUENCES, GpuDecodeStep, decode_step, quantize_matrices
@@ -240,9 +240,6 @@ def measure(
         tokens: Tokens of a sequence in a turn.
         llama2c: llama2.c's program, built with `make runomp`.
     """
-    convert("--turns", turns, PositiveInt)
-    convert("--sequences", sequences, tuple[PositiveInt, ...])
-    convert("--prompts", prompts, tuple[PositiveInt, ...])
     convert("--tokens", tokens, Annotated[int, Meta(ge=2)])  # the first comes out of the prompt
     if llama2c is not None and shutil.which(llama2c.resolve()) is None:
         raise UserError(f"--llama2c {llama2c} is no program; give the path of llama2.c's `run`.")

@@ -33,7 +33,6 @@ train --config tinny -> tinny is neither a file nor one of .* Did you mean tiny\
 train --epochs 3 -> --epochs is not a setting: training is measured in --steps
 train --sequence-length 4096 -> --sequence-length 4096 is above --max-position-embeddings 512
 train --first-sequence-length 100 -> --first-sequence-length 100 is not --sequence-length 512 divided by
-train --beta1 1.0 -> beta1 is 1.0: it must be below 1
 train --out= -> out is '': Expected `str` of length >= 1
 train --init-from RUN --freeze norms -> --freeze norms matches no parameter; the names are embed_tokens.weight,
 train --norm batch --activation-checkpointing -> --norm batch .*leave out --activation-checkpointing
