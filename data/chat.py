@@ -100,8 +100,8 @@ class ChatFormat:
         if tokenizer.chat_template is None:
             fix = "put the chat_template.jinja of its Instruct model into its folder, or use a model that chats"
             if has_roles(tokenizer):
-                command = f"python train.py --init-from {shlex.quote(str(tokenizer.folder))} --data python-chat"
-                fix = f"teach it to talk, by a chat.jsonl or, in English, python-chat: {command} --learning-rate 1e-3"
+                command = f"python train.py --init-from {shlex.quote(str(tokenizer.folder))} --learning-rate 1e-3"
+                fix = f"teach it to talk: {command} --data chat.jsonl (one of yours; or, in English, python-chat)"
             raise UserError(f"{tokenizer.folder} has no chat template, so it only continues text; {fix}")
         self.tokenizer = tokenizer
         self._template = tokenizer.chat_template

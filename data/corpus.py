@@ -140,7 +140,7 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
     held_out = table["bytes"][kinds == VALIDATION]
     validation_bytes = int(held_out.sum())
     sources = [counted(len(held_out), "document")] if len(held_out) else []
-    if validation_bytes <= share / 5:
+    if validation_bytes <= share / 2:
         hold_out_ends(cuts, table, share - validation_bytes, everything, tokenizer)
         is_cut = (kinds == TRAIN) & (cuts < tokens)
         ends = TokenStream(units, (cuts, np.where(is_cut, tokens, cuts)))
@@ -155,7 +155,7 @@ def split_text(files: list[TextFile], settings: DataSettings, tokenizer: Tokeniz
     lines = [
         f"{counted(len(documents), 'document')} ({dropped} dropped), {size / 1e6:.2f} MB, hash {text_hash[:12]}",
         f"{len(train):,} tokens to train on, {of_train}, vocabulary {tokenizer.vocab_size:,}",
-        f"{len(validation):,} for validation ({', '.join(sources)}, {validation_bytes / 1e6:.2g} MB)",
+        f"{len(validation):,} for validation ({' and '.join(sources)}, {validation_bytes / 1e6:.2g} MB)",
     ]
     bytes_per_token = size / (len(train) + len(validation))
     starts = np.flatnonzero(validation == tokenizer.document_start)[:3].tolist() or [0]

@@ -57,7 +57,7 @@ train --init-from RUN/best/model.safetensors -> .*model.safetensors is a file; g
 generate BAD/empty -> .*BAD/empty has no config.json, best/ or last/
 generate BAD/no_tokenizer --prompt a -> there is no .*no_tokenizer/tokenizer.model; give
 generate RUN --prompt a --temperature -1 -> temperature is -1
-generate RUN --chat -> .*RUN/best has no chat template, so it only continues text; teach it to talk, by a chat.jsonl or
+generate RUN --chat -> .*RUN/best has no chat template, so it only continues text; teach it to talk: python train
 generate RUN --prompt a --max-new-tokens 0 -> --max-new-tokens, .* must be at least 1
 ablate --vary lora_rank=0,4 -> lora_rank is not a setting that arms can have. Did you mean lora\?
 ablate --vary lora=0,4 -> lora is '0': it must be at least 1, or none

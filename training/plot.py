@@ -1,5 +1,6 @@
 """Loss curves of runs: `python -m training.plot runs/tiny-rms runs/tiny-layer --out norms.png` draws two into one."""
 
+import glob
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -78,6 +79,7 @@ def main(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path | None = None) 
         raise UserError("no run is given; give folders of runs, such as runs/tiny-rms.")
     if len(runs) > 1 and out is None:
         raise UserError("several runs need --out, such as --out losses.png; give it, or one run.")
+    runs = [Path(path) for run in runs for path in sorted(glob.glob(str(run))) or [run]]
     for run in runs:
         if not (run / metrics.NAME).is_file():
             raise UserError(f"{run} has no {metrics.NAME}; give the folder of a run, such as runs/tiny-rms.")

@@ -247,7 +247,7 @@ def test_the_ends_of_a_few_long_documents_are_held_out_also_beside_short_ones(tm
     rows = "".join(f'{{"text": "row {n}"}}\n' for n in range(300))
     (tmp_path / "text" / "rows.jsonl").write_text(rows, encoding="utf-8")
     corpus = prepared(tmp_path, validation_fraction=0.05)
-    assert " documents, the ends of 2 documents, " in corpus.description
+    assert " documents and the ends of 2 documents, " in corpus.description
     assert documents_of(corpus.train, corpus.tokenizer)[1].startswith("c line 0 of")  # each ends with EOS
     assert 0.04 * corpus.everything_bytes < corpus.validation_bytes < 0.06 * corpus.everything_bytes
 
