@@ -199,7 +199,7 @@ def run_flags(plan: Plan) -> str:
 def assignments(text: str) -> dict[str, str]:
     """The settings in a text such as `weight_decay=0.5 data=my texts qk_norm=true`."""
     values: dict[str, str] = {}
-    start, *parts = re.split(r"(?:^|\s+)([\w-]+)=", text.strip())
+    start, *parts = re.split(r"""(?:^|\s+)['"]?([\w-]+)=""", text.strip())
     if start:
         raise UserError(f"{start} must be SETTING=VALUE; several are one text in quotes.")
     for name, value in zip(parts[::2], parts[1::2], strict=True):
@@ -208,8 +208,7 @@ def assignments(text: str) -> dict[str, str]:
             raise UserError(f"{name}={value}: a space separates settings (--vary again for each), a comma values.")
         if name in values:
             raise UserError(f"{name} is given twice; --vary takes all values of a setting at once: {name}=V,V,V.")
-        value = value.replace("\\ ", " ")  # as shells have a space in a path, or quotes around it
-        values[name] = re.sub(r"""^(['"])(.*)\1$""", r"\2", value)
+        values[name] = value.replace("\\ ", " ").strip("'\"")  # as shells have a space in a path
     return values
 
 

@@ -26,6 +26,7 @@ from ablation.run import CODE, code_hash, settings_hash, train_run
 from ablation.study import Study
 from checkpoints.find import find_checkpoint
 from data.conversations import find_conversations
+from data.corpus import check_conversations
 from data.sources import HUB_TEXTS, resolve
 from data.tokenizer import load_tokenizer
 from errors import UserError, printable
@@ -255,7 +256,9 @@ def check_arms(plan: Plan) -> None:
         is_download = any(name in HUB_TEXTS or name.startswith("hub:") for name in data.data)
         files = [] if is_download else resolve(data)
         source = data.tokenizer or run.init_from
-        if source is not None and find_conversations(files):
+        chat_file = find_conversations(files)
+        check_conversations(chat_file, source)
+        if chat_file is not None:
             tokenizer = load_tokenizer(source)
             evaluated.add((tokenizer.hash, tokenizer.chat_template, data.sequence_length))
         with torch.device("meta"):  # no memory

@@ -35,7 +35,7 @@ def add_adapter(weights: Mapping[str, Tensor], directory: Path, stored: Mapping[
         with safe_open(path, framework="pt") as file:
             base = (file.metadata() or {}).get("base")
         if base and base != fingerprint(stored):
-            note(f"the model's weights are not those that {directory} was trained for: train it again")
+            note(f"the weights are not those that {directory} was trained for: give that model, or train it again")
         for matrix in sorted({name.partition(".lora_")[0] for name in tensors if ".lora_" in name}):
             a = tensors.pop(f"{matrix}.lora_A.weight")
             b = tensors.pop(f"{matrix}.lora_B.weight")

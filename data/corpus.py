@@ -74,19 +74,21 @@ class Corpus:
 Text = Corpus | Conversations
 
 
+def check_conversations(chat_file: str | None, tokenizer: str | Path | None) -> None:
+    """`UserError` for conversations, if they are some, without a tokenizer: a new one is made of text."""
+    if chat_file is not None and not tokenizer:
+        learn = "--init-from MODEL, or --tokenizer FILE for a new model"
+        read = "--text-field with the name of their field (messages or conversations)"
+        raise UserError(f"{chat_file} has conversations; to learn them give {learn}; to read them as text give {read}.")
+
+
 def prepare(settings: DataSettings, tokenizer: str | Path | None = None, vocab_size: int | None = 4096) -> Text:
     """What --data names, by the tokenizer in a file or folder or, if None, a new one of at most `vocab_size` pieces.
     That is of a model, which must have all ids of the tokenizer; None: a model will be made for it."""
     files = resolve(settings)
     chat_file = find_conversations(files)
-    if tokenizer:
-        loaded = load_tokenizer(tokenizer)
-    elif chat_file is None:
-        loaded = trained_tokenizer(files, settings, vocab_size)
-    else:
-        learn = "--init-from MODEL, or --tokenizer FILE for a new model"
-        read = "--text-field with the name of their field (messages or conversations)"
-        raise UserError(f"{chat_file} has conversations; to learn them give {learn}; to read them as text give {read}.")
+    check_conversations(chat_file, tokenizer)
+    loaded = load_tokenizer(tokenizer) if tokenizer else trained_tokenizer(files, settings, vocab_size)
     vocab_size = vocab_size or loaded.vocab_size
     check_vocabulary(loaded, vocab_size)
     if chat_file is None:

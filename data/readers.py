@@ -33,8 +33,13 @@ def read_documents(file: TextFile) -> Iterator[Document]:
         for name in sorted(topics):
             yield [topics[name]]
     for place, row in read_rows(file):
-        with reading(place, ROW):
-            text = text_of(parse_object(row), file.field)
+        try:
+            with reading(place, ROW):
+                text = text_of(parse_object(row), file.field)
+        except UserError:
+            if file.field not in MESSAGES:
+                raise
+            text = ""  # left out and counted, as where conversations are learned
         yield [text] if text else []
 
 
@@ -99,10 +104,7 @@ def text_of(row: dict, field: str) -> str:
         raise ValueError(f"no field {field!r} among {', '.join(row)}")
     text = "" if row[field] is None else row[field]
     if field in MESSAGES and isinstance(text, list):
-        try:
-            text = "\n".join(message["content"] for message in plain_messages(text))
-        except UserError:  # left out and counted, as where conversations are learned
-            return ""
+        text = "\n".join(message["content"] for message in plain_messages(text))
     if not isinstance(text, str):
         raise ValueError(f"{field!r} is {type(text).__name__}, not text")
     text.encode("utf-8")  # JSON can have half a surrogate pair as an escape

@@ -96,6 +96,7 @@ train --norm RMS -> norm is 'RMS': it must be one of .*rms, .* Did you mean rms\
 generate RUN --prompt a --temprature 1 -> Unrecognized options: .* Did you mean --temperature\?
 ablate --norm layer -> norm is a setting of train.py; --vary norm=VALUE sets it in all runs, --vary
 ablate --vary lora=none,8 --steps 3 -> LoRA needs init_from=MODEL\.$
+ablate --vary data=BAD/chat.jsonl --vary norm=layer,rms -> .*chat.jsonl has conversations; to learn them give init_from=
 ablate judge --a norm=layer --b norm=rms --quick -> --quick is not for judge
 ablate judge -> judge needs --b "SETTING=VALUE" and, without --campaign, --a
 ablate --lr 1e-3 --learning-rates 2e-3 -> --learning-rates is given twice; give it once
@@ -103,7 +104,6 @@ ablate --jobs -1 --dry-run -> --jobs -1 must be at least 1
 serve RUN --port 99999 -> .*port must be 0-65535.*; give another --port or --host
 plot nothere -> nothere has no metrics.jsonl; give the folder of a run
 plot -> no run is given; give folders of runs
-plot RUN RUN -> several runs need --out
 plot RUN --out loss.txt -> --out loss.txt must end in .png, .svg or .pdf
 """
 ROWS = [line.split(" -> ") for line in MISTAKES.strip().splitlines()]
