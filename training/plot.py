@@ -77,9 +77,9 @@ def main(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path | None = None) 
     """Draw the losses of runs into a picture, PNG, SVG or PDF; --out is needed unless it is loss.png of one run."""
     if not runs:
         raise UserError("no run is given; give folders of runs, such as runs/tiny-rms.")
+    runs = [Path(path) for run in runs for path in sorted(glob.glob(str(run))) or [run]]
     if len(runs) > 1 and out is None:
         raise UserError("several runs need --out, such as --out losses.png; give it, or one run.")
-    runs = [Path(path) for run in runs for path in sorted(glob.glob(str(run))) or [run]]
     for run in runs:
         if not (run / metrics.NAME).is_file():
             raise UserError(f"{run} has no {metrics.NAME}; give the folder of a run, such as runs/tiny-rms.")
