@@ -78,6 +78,7 @@ def main(
     else:
         ids = tokenizer.encode(Path(argparse.__file__).read_text(encoding="utf-8"))[:4096]
         rms = [inspect(decoder, ids[start : start + 512]).rms for start in range(0, 4096, 512)]
+        print("read: argparse.py, the beginning")
         figure = growth(torch.cat(rms, dim=1), decoder.config.norm_eps)
     figure.savefig(out)
     print(printable(f"written: {out}"))
