@@ -92,7 +92,7 @@ class Experiment:
         """`UserError` if text or code are not those of the rows before: further runs would not be either."""
         for what in ("text", "code"):
             if {getattr(earlier, f"{what}_hash") for earlier in self.rows} - {"", getattr(row, f"{what}_hash")}:
-                fix = "restore it, and the same command goes on; or give another --out"
+                fix = "restore it, and the same command goes on; or begin in another folder"
                 raise UserError(f"the {what} was changed since the first runs of {self.folder}; {fix}.")
 
 
@@ -125,7 +125,7 @@ def open_experiment(
     code = code_hash()
     for row in rows:
         if row.code_hash not in ("", code):
-            fix = "give another --out; if it computes the same, delete each code_hash in machine.toml there"
+            fix = "restore it, or begin in another folder; if it computes the same, delete each code_hash in its machine.toml"
             packages = f"{', '.join(CODE[:-1])} or {CODE[-1]}"
             raise UserError(f"the code in {packages} was changed since the runs of {folder}; {fix}.")
         if row.arm in plan.all_arms and settings_hash(run_settings(plan, row)) != row.settings_hash:
