@@ -125,7 +125,7 @@ def open_experiment(
     code = code_hash()
     for row in rows:
         if row.code_hash not in ("", code):
-            fix = "restore it, or begin in another folder; if it computes the same, delete each code_hash in machine.toml"
+            fix = "restore it, or use another folder; if it computes the same, delete each code_hash in machine.toml"
             packages = f"{', '.join(CODE[:-1])} or {CODE[-1]}"
             raise UserError(f"the code in {packages} was changed since the runs of {folder}; {fix}.")
         if row.arm in plan.all_arms and settings_hash(run_settings(plan, row)) != row.settings_hash:
